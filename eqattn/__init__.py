@@ -9,14 +9,7 @@ from ._version import __version__ as __version__
 
 
 if _typing.TYPE_CHECKING:
-    from . import (
-        cache as cache,
-        masks as masks,
-        nn as nn,
-        scores as scores,
-        stats as stats,
-        strategies as strategies,
-    )
+    from . import cache, masks, nn, scores, stats, strategies
     from ._calls.attention import attention as attention
     from ._calls.cascade import cascade_attention as cascade_attention
     from ._calls.ragged import ragged_attention as ragged_attention
@@ -45,11 +38,10 @@ if _typing.TYPE_CHECKING:
         Zigzag as Zigzag,
     )
     from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
-    from ._save.save import load as load, save as save
-    from .compat.blockwise import blockwise_attn as blockwise_attn
-    from .compat.dot_product import dot_product_attention as dot_product_attention
-    from .compat.ragged import (
+    from ._save import load as load, save as save
+    from .compat.easydel import (
         get_mha_cost_estimate as get_mha_cost_estimate,
+        ragged_flash_attention_kernel as ragged_flash_attention_kernel,
         ragged_gqa as ragged_gqa,
         ragged_mha as ragged_mha,
         ragged_mqa as ragged_mqa,
@@ -57,12 +49,13 @@ if _typing.TYPE_CHECKING:
         reference_mha as reference_mha,
         reference_mqa as reference_mqa,
     )
-    from .compat.ragged_kernel import ragged_flash_attention_kernel as ragged_flash_attention_kernel
-    from .compat.ring import (
+    from .compat.ejkernel import (
+        blockwise_attn as blockwise_attn,
         BwdParams as BwdParams,
         FwdParams as FwdParams,
         ring_attention as ring_attention,
     )
+    from .compat.jax_nn import dot_product_attention as dot_product_attention
     from .masks import (
         BlockCausal as BlockCausal,
         Causal as Causal,
@@ -76,12 +69,15 @@ if _typing.TYPE_CHECKING:
         SlidingWindow as SlidingWindow,
     )
     from .masks._neighbourhood import Neighbourhood as Neighbourhood, TileOrder as TileOrder
-    from .masks._packed import packed_segments as packed_segments, PackedSegments as PackedSegments
+    from .masks._segments import (
+        packed_segments as packed_segments,
+        PackedSegments as PackedSegments,
+    )
     from .masks._selected import Selected as Selected
     from .masks._tree import Tree as Tree
     from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn
     from .scores._dropout import dropout_mask as dropout_mask
-    from .scores._t5 import T5Bias as T5Bias
+    from .scores._positional import T5Bias as T5Bias
     from .stats._top_keys import top_keys as top_keys, TopKeys as TopKeys
     from .strategies import (
         AllGather as AllGather,
@@ -114,26 +110,24 @@ _LATE = {
     "_ring.choice": "Sharding sharding_plan ShardingPlan",
     "_ring.layout": "AbstractRingLayout Contiguous ring_mesh Zigzag",
     "_ring.plan": "ring_plan RingPlan",
-    "_save.save": "load save",
-    "compat.blockwise": "blockwise_attn",
-    "compat.dot_product": "dot_product_attention",
-    "compat.ragged": (
-        "get_mha_cost_estimate ragged_gqa ragged_mha ragged_mqa "
+    "_save": "load save",
+    "compat.easydel": (
+        "get_mha_cost_estimate ragged_flash_attention_kernel ragged_gqa ragged_mha ragged_mqa "
         "reference_gqa reference_mha reference_mqa"
     ),
-    "compat.ragged_kernel": "ragged_flash_attention_kernel",
-    "compat.ring": "BwdParams FwdParams ring_attention",
+    "compat.ejkernel": "blockwise_attn BwdParams FwdParams ring_attention",
+    "compat.jax_nn": "dot_product_attention",
     "masks": (
-        "BlockCausal Causal ChunkedCausal KeyPadding MaskFn PrefixLM QueryPadding "
-        "Segments SlidingWindow"
+        "BlockCausal Causal ChunkedCausal KeyPadding MaskFn PrefixLM QueryPadding Segments "
+        "SlidingWindow"
     ),
     "masks._neighbourhood": "Neighbourhood TileOrder",
-    "masks._packed": "packed_segments PackedSegments",
+    "masks._segments": "packed_segments PackedSegments",
     "masks._selected": "Selected",
     "masks._tree": "Tree",
     "scores": "ALiBi ScoreFn",
     "scores._dropout": "dropout_mask",
-    "scores._t5": "T5Bias",
+    "scores._positional": "T5Bias",
     "stats._top_keys": "top_keys TopKeys",
     "strategies": "AllGather AttentionImpl Blockwise Dense Ragged Ring Support Ulysses",
     "strategies._registry": "AttentionRegistry",

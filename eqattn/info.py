@@ -15,18 +15,16 @@ from . import __version__
 from ._calls.attention import attention
 from ._config.metadata import AttentionMetadata
 from ._config.platform import Backend, OTHER_KERNELS, Platform
-from ._problem.arguments import as_mask
 from ._problem.block_classes import choose_live_blocking, table_of
 from ._problem.blocking import Blocking
-from ._problem.problem import Problem
+from ._problem.problem import as_mask, Problem
 from ._ring.choice import sharding_plan, ShardingPlan
 from ._ring.layout import Contiguous, Zigzag
 from ._ring.plan import ring_plan, RingPlan
 from ._sweep.grid import EMPTY, FULL
 from .kernels import BACKENDS, lowering_for
 from .masks._base import AbstractMask
-from .masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
-from .masks._window import SlidingWindow
+from .masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM, SlidingWindow
 from .strategies import AttentionImpl
 from .strategies._on_device import AbstractOnDevice
 from .strategies._registry import AttentionRegistry
@@ -375,7 +373,7 @@ class Spec:
         able = strategy.supports(**self.features, platform=Platform.CUDNN)
         lines.append(("cuda cudnn", able.reason or "yes"))
         if "cuda" in strategy.pallas_lowerings:
-            from .kernels.gpu import capability, is_hopper
+            from .kernels.nvidia.chip import capability, is_hopper
 
             here = f"capability {capability()}" if capability() else "no NVIDIA GPU"
             default = "as xla: kernels have been measured on Hopper only"

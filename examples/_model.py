@@ -10,7 +10,8 @@ import optax
 from _run import Config
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 
-from eqattn import attention, Causal
+from eqattn import attention
+from eqattn import Causal
 from eqattn.nn import rotary
 
 

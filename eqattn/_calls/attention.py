@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._config.metadata import AttentionMetadata
 from .._output import AttentionOutput
-from .._problem.arguments import MaskLike, ScoreLike
+from .._problem.problem import MaskLike, ScoreLike
 from .._problem.storage import AbstractStored
 from ..masks._base import AbstractMask
 from ..strategies import AttentionImpl, Blockwise

@@ -12,21 +12,26 @@ from .._carry import Carry
 from .._jax import varying_axes
 from .._misc import accumulation_dtype, as_array, as_flag, as_int, as_int32, widened
 from .._output import AttentionOutput
-from .._problem.arguments import as_mask, as_scores, check_shapes
-from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
-from .._problem.stack_layer import in_pages
-from .._problem.storage import Pages
-from .._problem.wide_sums import scores_in_sums, wide_pages
+from .._problem.problem import as_mask, as_scores, check_shapes
+from .._problem.shards import scores_in_sums, wide_pages
+from .._problem.storage import in_pages, Pages
 from ..cache import AbstractCache
-from ..masks._base import AbstractMask
+from ..masks._base import AbstractMask, check_positions, given, leaf_terms, moved_positions
 from ..masks._causal import Causal
-from ..masks._padding import KeyPadding
-from ..masks._terms import check_positions, given, leaf_terms, moved_positions
+from ..masks._segments import KeyPadding
 from ..strategies import AttentionImpl
 from ..strategies._on_device import AbstractOnDevice
 from ..strategies.ragged import Ragged
-from ._packing import check_strategy, on_auto_axes, places_of, queries_of
 from .attention import attention
+from .packing import (
+    check_strategy,
+    mask_of_rows,
+    on_auto_axes,
+    PackedRows,
+    places_of,
+    queries_of,
+    scores_of_rows,
+)
 
 
 class _Groups(NamedTuple):

@@ -12,23 +12,30 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_array, as_flag, as_int, as_int32, concrete
-from .._misc.run_time import raise_if
 from .._output import AttentionOutput
-from .._problem.arguments import as_mask, as_positions, as_scores
-from .._problem.joined import read_once
-from .._problem.packed_rows import mask_of_rows, PackedRows, scores_of_rows
-from .._problem.row_pages import pages_of_rows, positions_of_pages, Sharers
-from .._problem.stack_layer import StackLayer
-from .._problem.storage import AbstractStored
+from .._problem.problem import as_mask, as_positions, as_scores
+from .._problem.storage import AbstractStored, read_once, StackLayer
+from .._run_time import raise_if
+from ..masks._base import check_call
 from ..masks._causal import Causal
-from ..masks._packed import check_boundaries
-from ..masks._padding import KeyPadding
-from ..masks._terms import check_call
+from ..masks._segments import check_boundaries, KeyPadding
 from ..strategies import AttentionImpl
 from ..strategies._on_device import AbstractOnDevice
 from ..strategies.ragged import Ragged
-from ._packing import check_strategy, on_auto_axes, packed_output, places_of, queries_of
 from .attention import attention
+from .packing import (
+    check_strategy,
+    mask_of_rows,
+    on_auto_axes,
+    packed_output,
+    PackedRows,
+    pages_of_rows,
+    places_of,
+    positions_of_pages,
+    queries_of,
+    scores_of_rows,
+    Sharers,
+)
 
 
 @on_auto_axes

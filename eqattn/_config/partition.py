@@ -8,7 +8,7 @@ import equinox as eqx
 from jax.sharding import PartitionSpec
 
 from .._jax import names_of
-from .._misc.text import without_defaults
+from .._misc import without_defaults
 from .platform import NOT_GIVEN, RuntimeMode
 
 

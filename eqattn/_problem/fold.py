@@ -12,23 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._carry import Carry
-from .._carry.rows import joint_logit
-from .._sweep.attend import attend
+from .._carry import Carry, joint_logit
+from .._sweep.attend import attend, recall
 from .._sweep.fold import fold
 from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
-from .._sweep.recall import recall
 from .._sweep.top import NONE, top
-from ..masks._terms import leaf_terms
+from ..masks._base import leaf_terms
 from .block_classes import known_parts
 from .blocking import Blocking, BlockOperand
-from .differences import reads_differences
-from .exchange import HeadExchange
-from .lookups import looked_up, with_differences
+from .lookups import looked_up, reads_differences, with_differences
 from .mesh import distinct
 from .operands import BlockOperands, WHOLE
 from .problem import is_unsure, Problem
+from .shards import HeadExchange
 from .tables import with_tables
 
 

@@ -31,8 +31,8 @@ def opened(tree: Any, dtype: Any) -> Any:
 
 def _traced(part: Any, dtype: Any) -> Closure:
     # Few calls need these imports, which take long.
-    from .._closure.trace import traced
-    from .found import of_scalars, scalars_of
+    from .._traced import traced
+    from .lookups import of_scalars, scalars_of
 
     scalars = scalars_of(part, np.zeros((), accumulation_dtype(dtype)))
     return traced(of_scalars(part, scalars)[0], scalars)

@@ -9,36 +9,228 @@ lookup, by JAX.
 What depends on both stays in the function, with one exception. Where positions count up, `q - k`
 has few values. So `table[q - k]` is computed once for each of them, and blocks read it along their
 diagonals, see `_sweep/differences.py`.
+
+Masks and scores of one pair as functions of scalars, and such with further operands.
+
+What a mask or a score reads at the difference of two positions, in the windows of blocks.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._jax import Literal, only_varies
+from .._jax import abstract, Literal, only_varies, replay, vary, varying_axes
 from .._misc import accumulation_dtype
 from .._pairs import Operand, POINTWISE
-from ..masks._base import AbstractMask
-from ..masks._terms import map_terms
-from ..scores._base import AbstractScore
-from .closed_score import Held, MOVES, wide_step
-from .differences import Differences
-from .found import (
-    given_to,
-    of_scalars,
-    scalar_like,
-    scalars_of,
-    with_found,
-    with_parts,
-    without_calls,
-)
+from .._sweep.differences import along_diagonals, cut_diagonals, padded, window_size
+from .._sweep.grid import BATCH, COL, HEAD, ROW
+from .._sweep.lowering import Lowering
+from ..masks._base import AbstractMask, map_terms, visible
+from ..scores._base import AbstractScore, AbstractWrapper
+from .blocking import Blocking, BlockOperand
+from .closed_score import dtype_read, Held, MOVES, wide_step
 from .problem import is_unsure, Problem
+
+
+def without_calls(fn: Callable, avals: Sequence[Any]) -> Any:
+    """The closed jaxpr of a function, in which calls are inlined."""
+    whole = jax.make_jaxpr(fn)(*avals)
+    return jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)
+
+
+def of_scalars(part: Any, scalars: Sequence[Any]) -> tuple[Callable, list, list[str | None]]:
+    """A mask or a score as a function of scalars, what is abstract of these, and the axes on which
+    each varies; None for a logit.
+    """
+    own, scored = part.operands(), isinstance(part, AbstractScore)
+    # A problem may have different heads in each batch element, see `Problem.h_indices`.
+    axes = [*[None] * scored, "b", "bh", "bt", "bs", *[o.axes.rstrip("f") for o in own]]
+    fn = part.transform if scored else visible(part)
+    # Not a method itself: JAX compares what it traces, and a module's arrays have no truth.
+    return lambda *xs: fn(*xs), [abstract(x, x.shape, x.dtype) for x in scalars], axes
+
+
+def scalars_of(part: Any, like: Any) -> list:
+    """What is abstract of the scalars that a mask or a score reads. `like` is an array with the
+    dtype of logits, which varies over the mesh axes of the call.
+    """
+    own, scored = part.operands(), isinstance(part, AbstractScore)
+    read = [((), x) for x in (*[like.dtype] * scored, *[jnp.int32] * 4)]
+    read += [
+        (o.feature_shape, dtype_read(o.array, like.dtype) if scored else o.array.dtype) for o in own
+    ]
+    return [abstract(like, *x) for x in read]
+
+
+def scalar_like(problem: Problem) -> Array:
+    """A number with the dtype of logits, which varies over the mesh axes of the call."""
+    return vary(jnp.zeros((), problem.accumulation_dtype), varying_axes(problem.query))
+
+
+def given_to(part: Any, own: tuple, problem: Problem, at: Sequence[Any]) -> list[Array]:
+    """What a mask or a score is given at some indices, with the arrays of its own operands."""
+    like, scored = scalar_like(problem), isinstance(part, AbstractScore)
+    arrays = [jnp.asarray(problem.canonical(x)) for x in own]
+    if scored:
+        arrays = [x.astype(dtype_read(x, like.dtype)) for x in arrays]
+    axes = varying_axes(like)
+    return [vary(jnp.asarray(x), axes) for x in (*[like] * scored, *at, *arrays)]
+
+
+def with_parts(problem: Problem, one: Callable) -> Problem:
+    """The problem with what a function makes of each of its masks and scores."""
+    mask = None if problem.mask is None else map_terms(problem.mask, one)
+    return dataclasses.replace(problem, mask=mask, scores=tuple(map(one, problem.scores)))
+
+
+class _FoundMask(AbstractMask):
+    """A mask with further operands, after its own."""
+
+    mask: AbstractMask
+    found: tuple[Any, ...]
+    finish: Callable = eqx.field(static=True)
+
+    may_lack_kernels: ClassVar[bool] = True
+
+    def operands(self) -> tuple[Any, ...]:
+        return (*self.mask.operands(), *self.found)
+
+    def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
+        return self.finish(self.mask, (b, h, q, k, *ids), self.found)
+
+
+class _FoundScore(AbstractWrapper):
+    """A score with further operands, after its own."""
+
+    score: AbstractScore
+    found: tuple[Any, ...]
+    finish: Callable = eqx.field(static=True)
+
+    def operands(self) -> tuple[Any, ...]:
+        return (*self.score.operands(), *self.found)
+
+    def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
+        return self.finish(self.score, (logit, b, h, q, k, *operands), self.found)
+
+
+def with_found(part: Any, found: tuple[Any, ...], finish: Callable) -> Any:
+    """A mask or a score with further operands.
+
+    **Arguments:**
+
+    - `part`: the mask or the score.
+    - `found`: the operands.
+    - `finish`: a function of the part, the scalars of a pair, and the operands. The last scalars
+        are what the operands have at the pair. It returns what the part is there.
+    """
+    kind: Any = _FoundScore if isinstance(part, AbstractScore) else _FoundMask
+    return kind(part, found, finish)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows(BlockOperand):
+    """An array whose blocks are windows `[group|1, window]`, see `along_diagonals`."""
+
+    def on_rows(self, x: Array, blocking: Blocking) -> Array:
+        return along_diagonals(x, blocking.block_k, blocking.block_q, blocking.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagonals(BlockOperand):
+    """An array `[group|1, n]` with the numbers of all diagonals, of which each block cuts a window.
+
+    **Arguments:**
+
+    - `first`: where the window of the first query and the first key begins.
+    """
+
+    first: int = 0
+
+    def at(self, x: Array, row: Array, column: Array, blocking: Blocking) -> Array:
+        """What the block reads of `x`, whose first query and key are the tokens `row` and `column`.
+        Queries that pad the block read what the last query reads, as they stand where it does.
+
+        **Returns:** `[keys, rows]`.
+        """
+        queries, last = blocking.block_q, None
+        start = (row - column).reshape(()) + np.int32(self.first)
+        if blocking.queries % queries:
+            last = jnp.clip(np.int32(blocking.queries - 1) - row.reshape(()), 0, queries - 1)
+        return cut_diagonals(x, start, last, blocking.block_k, queries, blocking.group)
+
+
+class Differences(Operand):
+    """An operand that varies with query and key only by the difference of their positions, which
+    count up.
+
+    **Arguments:**
+
+    - `array`: `[B|1, H|1, T + S - 1]`, in the order of the differences. The first number is that of
+        the first query and the last key.
+    """
+
+    axes: str = eqx.field(static=True, default="ts")
+
+    @property
+    def of_pairs(self) -> bool:
+        return False
+
+    def diagonals(self, role: str, blocking: Blocking) -> Diagonals:
+        """The numbers as they are, for code that can cut a window where it visits a block. A long
+        sequence has many more windows than these.
+        """
+        keys, queries = blocking.block_k, blocking.block_q
+        more = blocking.rows * blocking.block_q - blocking.queries + queries
+        least = blocking.columns * blocking.block_k - blocking.keys + keys
+        whole = jnp.pad(self.array, ((0, 0), (0, 0), (least, more)), mode="edge")
+        axes, sizes, group = self._lead(blocking)
+        whole = whole.reshape(*sizes, group, -1)
+        return Diagonals(role, whole, axes, first=blocking.keys + least - keys)
+
+    def windows(self, role: str, blocking: Blocking) -> Windows:
+        """The windows of all blocks. They overlap, so that there are about `2 / block` numbers for
+        each pair of query and key.
+        """
+        keys, queries, count = blocking.block_k, blocking.block_q, self.array.shape[2]
+        rows, columns = np.mgrid[: blocking.rows, : blocking.columns]
+        starts = rows * queries - columns * keys + blocking.keys - padded(keys)
+        size, least = window_size(keys, queries), min(int(starts.min()), 0)
+        # Queries of the padding have no cotangent, but a score must be finite for them, too.
+        more = max(int(starts.max()) + size - count, 0)
+        whole = jnp.pad(self.array, ((0, 0), (0, 0), (-least, more)), mode="edge")
+        cut = lambda start: lax.dynamic_slice_in_dim(whole, start, size, axis=-1)
+        found = jax.vmap(cut)(jnp.asarray((starts - least).reshape(-1), jnp.int32))
+        axes, sizes, group = self._lead(blocking)
+        found = jnp.moveaxis(found.reshape(*starts.shape, -1, group, size), 2, 0)
+        return Windows(role, found.reshape(*sizes, *starts.shape, group, size), (*axes, ROW, COL))
+
+    def _lead(self, blocking: Blocking) -> tuple[tuple[int, ...], list[int], int]:
+        """The grid axes of batch and heads that the array varies on, their sizes, and the number of
+        heads that blocks have.
+        """
+        b, h, _ = self.array.shape
+        kv_heads, group = (1, 1) if h == 1 else (blocking.kv_heads, blocking.group)
+        kept = [(a, n) for a, n in ((BATCH, b), (HEAD, kv_heads)) if n != 1]
+        return tuple(a for a, _ in kept), [n for _, n in kept], group
+
+
+def reads_differences(problem: Problem, blocking: Blocking, lowering: Lowering) -> bool:
+    """Whether what depends on `q - k` becomes `Differences`. Positions must count up, and the
+    problem of tokens that several devices share has positions of its own. Where bits are fixed,
+    each pair looks up its own number, as what XLA computes for all differences may have other bits
+    for other sizes. `counts_up` answers for calls, before their problem is known.
+    """
+    positions = problem.q_positions is None and problem.kv_positions is None
+    apart = not (blocking.in_place or blocking.fixed)
+    known = isinstance(blocking.queries, int) and isinstance(blocking.keys, int)
+    return lowering.repeats_diagonals and positions and apart and known
 
 
 _CHEAP = POINTWISE | {lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p}

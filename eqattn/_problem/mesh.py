@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from .._jax import automatic, explicit_axes, is_narrow, names_of, varying_axes
 from .._sweep.grid import BATCH, COL, HEAD, ROW
-from ..masks._terms import leaf_terms
+from ..masks._base import leaf_terms
 from .storage import AbstractStored
 
 

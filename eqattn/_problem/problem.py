@@ -2,38 +2,330 @@
 
 A `Problem` is what every strategy solves. It has arrays with one flattened batch axis, the mask and
 the scores in their fixed order, and the numbers that the metadata holds.
+
+The arguments of a call of attention: their checks and their canonical forms.
+
+A `jax.jit` for functions of modules, cached by value.
+
+Masks, scores and strategies that are rebuilt but equal reuse one trace, in an eager loop too. The
+objects that users' functions are compared by are held weakly, so the cache never keeps alive what
+these functions captured.
+
+The caches form a tree. The root is for calls without any function of a user's. Each such function
+leads to one child per object that it is compared by:
+
+    root: jit            calls without users' functions
+      f: jit             calls with a function compared by f
+        g: jit           calls with two, compared by f and by g
+
+An edge is an entry of a `WeakKeyDictionary`, so a subtree and its traces are dropped with its key.
+A call with a function that no key tells from a later one has a root of its own, which is dropped
+after it.
 """
 
 import dataclasses
+import functools as ft
 import math
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TYPE_CHECKING
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
-from .._misc import accumulation_dtype, as_array, check_64_bits, iota
-from .._pairs import canonical, Operand
-from ..masks._base import AbstractMask, named_operands
-from ..masks._terms import check_call, leaf_terms, placed
-from ..scores._base import AbstractScore
-from ..scores._bias import as_bias
-from ..scores._dropout import seed_of
-from ..scores._soft_cap import SoftCap
-from ..scores._wrapper import AbstractWrapper
-from .arguments import (
-    as_keys_and_values,
-    as_mask,
-    as_offset,
-    as_positions,
-    as_scores,
-    as_sinks,
-    check_one_offset,
-    check_shapes,
-    of_first_tokens,
+from .._closure import Closure
+from .._misc import (
+    accumulation_dtype,
+    as_array,
+    as_flag,
+    as_int,
+    check_64_bits,
+    concrete,
+    iota,
+    positions_in_reach,
+    REACH,
+    Static,
+    unwrap,
 )
-from .storage import AbstractStored
+from .._pairs import canonical, Operand, read_by
+from .._run_time import raise_if
+from ..masks._base import (
+    AbstractMask,
+    check_call,
+    Dense,
+    leaf_terms,
+    map_terms,
+    named_operands,
+    placed,
+)
+from ..masks._causal import Causal
+from ..masks._segments import KeyPadding
+from ..scores._base import AbstractScore, AbstractWrapper, as_bias, SoftCap
+from ..scores._dropout import seed_of
+from .storage import AbstractStored, check_computable
+
+
+if TYPE_CHECKING:
+    MaskLike = AbstractMask | Bool[Array | np.ndarray, "..."] | Literal["causal", "full"] | None
+    ScoreLike = AbstractScore | Sequence[AbstractScore] | None
+else:  # At run time `as_mask` and `as_scores` check them, and their errors name the remedy.
+    MaskLike = ScoreLike = Any
+
+
+def as_keys_and_values(key, value) -> tuple[Any, Any]:
+    """Keys and values as arrays or as they are stored, but not as a cache of both."""
+    for name, x in (("key_", key), ("value", value)):
+        if isinstance(x, eqx.Module) and not isinstance(x, AbstractStored):
+            raise TypeError(
+                f"{name} must be an array, got {type(x).__name__}; of a cache pass cache.key "
+                "and cache.value, with cache.mask(), q_offset= and "
+                "kv_positions=cache.positions."
+            )
+    key, value = (
+        x if isinstance(x, AbstractStored) else jnp.asarray(as_array(x, name))
+        for name, x in (("key_", key), ("value", value))
+    )
+    return key, value
+
+
+def check_shapes(query, key, value) -> None:
+    """Raises with the shapes and the remedy unless query, key and value fit together."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_computable(**{name: x.dtype})
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} must be [*batch, tokens, heads, dim], got shape {x.shape}; "
+                "add a heads axis of size 1 for single-head attention."
+            )
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, "
+            f"{value.dtype}; cast them first."
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"The batch axes differ: {shapes}; broadcast them first.")
+    for n in (query.shape[-3], key.shape[-3]):
+        if isinstance(n, int) and n > REACH:
+            raise ValueError(f"There may be at most 2**30 queries and keys, got {n}: {shapes}.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key differ in their last axis (head dim): {shapes}; project both to one "
+            "size."
+        )
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(
+            f"key and value differ in tokens or heads: {shapes}; each key needs its own value."
+        )
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if 0 in (heads, kv_heads, query.shape[-1]):
+        raise ValueError(f"There must be at least one head and one head dim: {shapes}; got none.")
+    if heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads are not a multiple of {kv_heads} key/value heads: {shapes}; "
+            "repeat or drop heads until they are."
+        )
+
+
+def named_mask(mask: Any) -> Any:
+    """The masks that the names `"causal"` and `"full"` mean. Anything that is not a name is
+    returned as it is.
+    """
+    if not isinstance(mask, str):
+        return mask
+    if mask not in ("causal", "full"):
+        raise ValueError(
+            f"mask must be one of 'causal', 'full', or None; got {mask!r}. Other masks are modules "
+            "such as eqattn.SlidingWindow(left, right)."
+        )
+    return Causal() if mask == "causal" else None
+
+
+def as_mask(mask) -> AbstractMask | None:
+    """Makes a mask module from a module, a boolean array, a name or None."""
+    mask = named_mask(mask)
+    if mask is None or isinstance(mask, AbstractMask):
+        return mask
+    listed = isinstance(mask, list | tuple)
+    if listed and (len(mask) == 0 or any(isinstance(m, AbstractMask | str) for m in mask)):
+        raise TypeError(
+            f"mask must be one mask, got a {type(mask).__name__} of {len(mask)}: combine several, "
+            "`a & b` for pairs that all of them show, `a | b` for those that any of them shows. "
+            "None is no mask."
+        )
+    if isinstance(mask, jax.Array | np.ndarray | list):
+        mask = as_array(mask, "mask")
+        if mask.dtype != bool:
+            raise TypeError(
+                f"A mask array must be boolean (True = visible), got {mask.dtype}; compare it "
+                "(`x > 0`), or pass additive values as `bias`."
+            )
+        return Dense(mask)
+    remedy = "masks such as eqattn.Causal() combine by `&`, `|` and `~`"
+    if isinstance(mask, type):
+        remedy = f"make one, {mask.__name__}(...)"
+    elif callable(mask):
+        remedy = "wrap a function of one pair as eqattn.MaskFn(fn)"
+    got = getattr(mask, "__name__", type(mask).__name__)
+    raise TypeError(
+        f"mask must be a mask module, a boolean array, 'causal', 'full' or None, got {got}; "
+        f"{remedy}."
+    )
+
+
+def as_scores(score) -> tuple[AbstractScore, ...]:
+    """Makes a tuple of scores from a score, a sequence of them or None."""
+    if score is None:
+        return ()
+    scores = tuple(score) if isinstance(score, Sequence) else (score,)
+    for s in scores:
+        if not isinstance(s, AbstractScore):
+            raise TypeError(
+                f"score must be score modules, got {type(s)}; wrap a function as ScoreFn(fn)."
+            )
+    return scores
+
+
+def check_one_offset(q_offset, q_positions) -> None:
+    """Raises if both ways to move the queries are given."""
+    if q_offset is not None and q_positions is not None:
+        raise ValueError("Pass q_offset or q_positions, not both.")
+
+
+def of_first_tokens(
+    mask: AbstractMask | None, scores: Sequence[AbstractScore], query: Array
+) -> AbstractMask | None:
+    """The mask of a call that does not say where its queries `[*b, t, h, d]` stand, so that they
+    are the first tokens.
+
+    Over a cache that is right while it holds no other tokens than theirs. Where lengths are known,
+    they are checked at once, and else as the program runs.
+
+    **Raises:** `ValueError`, with the remedy, if a cache holds more tokens, and any pair depends on
+    where its query stands.
+    """
+    terms, t, dtype = leaf_terms(mask), query.shape[-3], accumulation_dtype(query.dtype)
+    if not any(x.needs_offset for x in terms):
+        return mask
+    if not any(_reads_query(x, dtype) for x in (*terms, *scores)):
+        return mask
+    message = (
+        f"q_offset is missing: a row of the cache holds more tokens than the {t} queries, which "
+        "would stand at its beginning. Pass q_offset= the length of the cache before the append, "
+        "or q_positions=; q_offset=0 where they are its first tokens"
+    )
+
+    def checked(term: Any) -> AbstractMask:
+        if not term.needs_offset:
+            return term
+        lengths, known = term.lengths, concrete(term.lengths)
+        if known is not None and (known > t).any():
+            raise ValueError(f"{message}. Got lengths {known.tolist()}.")
+        if known is None:
+            lengths = raise_if(lengths, lengths > t, message)
+        return KeyPadding(lengths, term.starts)
+
+    return None if mask is None else map_terms(mask, checked)
+
+
+def _reads_query(part: AbstractMask | AbstractScore, dtype: Any) -> bool:
+    """Whether what a mask or a score says of a pair depends on the position of its query. Logits
+    are of this dtype.
+    """
+    if isinstance(part, AbstractMask) and part.by_place:
+        return not part.selects  # a list has a row for each query, wherever that stands
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    of_pair = [scalar] * 4
+    if not isinstance(part, AbstractMask):
+        of_pair = [jax.ShapeDtypeStruct((), dtype), *of_pair]
+    given = [jax.ShapeDtypeStruct(x.feature_shape, x.array.dtype) for x in part.operands()]
+    fn = part.visible if isinstance(part, AbstractMask) else part.transform
+    query = len(of_pair) - 2
+    return query in read_by(jax.make_jaxpr(fn)(*of_pair, *given).jaxpr, 0)
+
+
+def as_positions(positions, n: int, batch_shape: tuple[int, ...], name: str):
+    """Brings explicit positions to the form int32 `[B|1, n]`."""
+    if positions is None:
+        return None
+    own, positions = name == "q_positions", jnp.asarray(positions_in_reach(positions, name))
+    flat = canonical(Operand(positions, "bt" if own else "bs"), batch_shape, 1, n, n, name)[:, 0]
+    return jnp.broadcast_to(flat[..., 0] if own else flat[:, 0], (flat.shape[0], n))
+
+
+def as_offset(offset, batch_shape: tuple[int, ...], t: int) -> tuple[int, Any]:
+    """Turns an offset `[*b]` of `t` queries into a static start, or into int32 `[B|1, 1]`. The
+    other of the two is 0 or None.
+    """
+    if offset is None:
+        return 0, None
+    offset = as_int(offset, "q_offset", added=True)
+    known = concrete(unwrap(offset))
+    if known is not None and known.size and int(known.max()) + t > REACH:
+        raise ValueError(
+            f"The positions of {t} queries from q_offset on must be below 2**30, got q_offset="
+            f"{known.max()}."
+        )
+    if isinstance(offset, Static):
+        return offset.value, None
+    offset = canonical(Operand(offset, "b"), batch_shape, 1, 1, 1, "q_offset")
+    return 0, jnp.asarray(offset[:, 0, :, 0])
+
+
+def as_sinks(sinks, heads: int):
+    """Turns sinks `[H]`, `[H, n]` or `[1, n]` into `[H|1, n]`."""
+    if sinks is None:
+        return None
+    if sinks.ndim == 1 and sinks.shape[0] == heads:
+        return sinks[:, None]
+    if sinks.ndim == 2 and sinks.shape[0] in (1, heads):
+        return sinks
+    raise ValueError(
+        f"softmax_aux of shape {sinks.shape} is neither [num_heads] = [{heads}] (one sink per "
+        f"head), [num_heads, n] nor [1, n] (sinks shared by all heads); reshape shared sinks to "
+        "[1, n]."
+    )
+
+
+def choose_bias(mask: Any, bias: Any, init_bias: Callable[[], Array] | None) -> Any:
+    """The bias of a `forward_*`. `init_bias` is called only if both mask and bias are None."""
+    if mask is None and bias is None and init_bias is not None:
+        return init_bias()
+    return bias
+
+
+def choose_dropout_key(metadata: Any, deterministic: bool, dropout_rng: Any) -> Any:
+    """The random key of a `forward_*`'s dropout; None if dropout is off.
+
+    **Raises:** `ValueError` if dropout is on and there is no key.
+    """
+    deterministic = as_flag(deterministic, "inference (deterministic of forward_*)")
+    if dropout_rng is not None and not hasattr(dropout_rng, "dtype"):
+        raise TypeError(f"key must be one key from jax.random.key, got {dropout_rng!r}.")
+    if deterministic or metadata.dropout_prob == 0:
+        return None
+    if dropout_rng is None:
+        raise ValueError(
+            f"dropout_prob={metadata.dropout_prob} needs a key: pass key= (dropout_rng= of "
+            "forward_*), or switch dropout off by inference=True (deterministic=True)."
+        )
+    return dropout_rng
+
+
+def check_precision(precision: Any) -> None:
+    """**Raises:** `ValueError` unless it is a precision of JAX, or None."""
+    if precision is None:
+        return
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), one)
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"precision must be one of jax.lax.Precision, its name or None, got {precision!r}."
+        ) from e
 
 
 def is_unsure(part: AbstractMask | AbstractScore) -> bool:
@@ -266,3 +558,53 @@ def _flatten(x: Any, batch_shape: tuple[int, ...]) -> Any:
         axes = f"{type(x).__name__} {x.shape} has {len(batch_shape)} batch axes and needs one"
         raise ValueError(f"{axes}: reshape what it holds, or pass x.materialise().")
     return x.reshape(math.prod(batch_shape), *x.shape[-3:])
+
+
+class _Jits:
+    """A node of the tree: one jitted function per combination of objects that users' functions are
+    compared by. It dies with any of them, and so does all that its traces captured.
+    """
+
+    def __init__(self, make: Callable):
+        self.make, self.jitted, self.further = make, make(), weakref.WeakKeyDictionary()
+
+    def of(self, owner: Any) -> "_Jits":
+        """The child for one more object."""
+        if owner not in self.further:
+            self.further[owner] = _Jits(self.make)
+        return self.further[owner]
+
+
+def cached(fn: Callable) -> Callable:
+    """Jits `fn(*trees, **static)`: arrays in the trees are traced, and all else is static."""
+
+    def make():
+        @ft.partial(jax.jit, static_argnums=(1, 2, 3))
+        def jitted(arrays, treedef, others, static):
+            leaves = iter(arrays)
+            leaves = [next(leaves) if kind is _ARRAY else x for kind, x in others]
+            return fn(*jax.tree.unflatten(treedef, leaves), **dict(static))
+
+        return jitted
+
+    root = _Jits(make)
+
+    @ft.wraps(fn)
+    def call(*trees, **static):
+        leaves = jax.tree.leaves(trees, is_leaf=lambda x: isinstance(x, Closure))
+        recipes = [x.recipe for x in leaves if isinstance(x, Closure)]
+        node = root if all(x.remembered for x in recipes) else _Jits(make)
+        for owner in [owner for x in recipes for owner in x.owners]:
+            node = node.of(owner())
+        leaves, treedef = jax.tree.flatten(trees)
+        arrays = [x for x in leaves if isinstance(x, jax.Array | np.ndarray)]
+        others = tuple(  # Types are compared, too, as 1 == True == 1.0.
+            (_ARRAY, None) if isinstance(x, jax.Array | np.ndarray) else (type(x), x)
+            for x in leaves
+        )
+        return node.jitted(arrays, treedef, others, tuple(sorted(static.items())))
+
+    return call
+
+
+_ARRAY = type("Traced", (), {"__repr__": lambda self: "traced"})()

@@ -1,19 +1,37 @@
-"""Keys and values that are not stored as one array of floats: in fewer bits, or in pages."""
+"""Keys and values that are not stored as one array of floats: in fewer bits, or in pages.
+
+Keys whose first features are the values, as in multi-head latent attention.
+
+The keys or values of one layer, where a cache has arrays of all layers.
+
+Floats that are stored as the integers with the same bits.
+"""
 
 import abc
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt
 
 from .._jax import entries_at
-from .._misc import as_array, as_dtype, as_size, as_sizes, check_floating, int32_field, REACH
+from .._misc import (
+    accumulation_dtype,
+    as_array,
+    as_dtype,
+    as_size,
+    as_sizes,
+    check_floating,
+    even_block,
+    int32_field,
+    REACH,
+)
 
 
 class AbstractStored(eqx.Module):
@@ -396,3 +414,290 @@ def check_computable(**dtypes: Any) -> None:
                 f"{name} must be bfloat16 or wider, got {jnp.dtype(dtype)}: cast it. A cache such "
                 "as QuantizedKVCache.empty(..., stored=jnp.float8_e4m3fn) keeps narrower numbers."
             )
+
+
+class Joined(AbstractStored):
+    """Vectors whose features lie in two places, one part after the other.
+
+    Where a call has such keys and, for values, their `first` part, `Ragged` reads that part once:
+
+        attention(query, keys, keys.first, Ragged())
+
+    **Arguments:**
+
+    - `first`: the first features, `[..., s, k, v]`.
+    - `rest`: the other features, `[..., s, k, d - v]`. Both are arrays,
+        [`eqattn.cache.Quantized`][] or [`eqattn.cache.Bits`][]. Inside of
+        [`eqattn.cache.Pages`][] they are those of the pages.
+    """
+
+    _first: AbstractStored
+    rest: AbstractStored
+
+    def __init__(self, first: Any, rest: Any):
+        self._first, self.rest = as_stored(first), as_stored(rest)
+
+    def __check_init__(self) -> None:
+        # JAX and Equinox also build modules whose leaves are no arrays.
+        if not all(hasattr(x, "shape") for x in jax.tree.leaves((self._first, self.rest))):
+            return
+        first, rest = self._first, self.rest
+        if first.shape[:-1] != rest.shape[:-1] or first.dtype != rest.dtype:
+            raise ValueError(
+                f"The first features {first.shape} of {first.dtype} and the rest {rest.shape} of "
+                f"{rest.dtype} must be of the same tokens, heads and dtype."
+            )
+        if first.table is not None or rest.table is not None:
+            raise ValueError(
+                "Pages are joined inside: Pages(Joined(first.content, rest.content), table)."
+            )
+
+    @property
+    def first(self) -> AbstractStored:
+        return self._first
+
+    @property
+    def parts(self) -> tuple[AbstractStored, AbstractStored]:
+        """Both parts, in their order."""
+        return self._first, self.rest
+
+    @property
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
+        return *self._first.arrays, *self.rest.arrays
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        return *self._first.flat, *self.rest.flat
+
+    def in_shares(self, n: int) -> AbstractStored:
+        return Joined(*[x.in_shares(n) for x in self.parts])
+
+    def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
+        return Joined(*[x.map_tokens(fn) for x in self.parts])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self._first.shape[:-1], self._first.shape[-1] + self.rest.shape[-1]
+
+    @property
+    def dtype(self) -> Any:
+        return self._first.dtype
+
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        n = len(self._first.arrays)
+        made = self._first.decode(*arrays[:n]), self.rest.decode(*arrays[n:])
+        if (
+            made[0].dtype != made[1].dtype
+        ):  # One of them may be quantized, and is then decoded wide.
+            made = [x.astype(accumulation_dtype(self.dtype)) for x in made]
+        return jnp.concatenate(made, -1)
+
+
+class Leading(AbstractStored):
+    """Values that are the first features of the keys of the same call. They have no arrays: a block
+    of values is a part of the block of keys.
+
+    **Arguments:**
+
+    - `shape`, `dtype`: those of the values.
+    """
+
+    _shape: tuple[int, ...] = eqx.field(static=True)
+    _dtype: Any = eqx.field(static=True)
+
+    @property
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
+        return ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        (key,) = arrays
+        return key[..., : self._shape[-1]]
+
+
+def read_once(key: Any, value: Any) -> Any:
+    """The values, or `Leading` if they are the first part of the keys: the same arrays, not merely
+    equal ones.
+    """
+    first = key.first if isinstance(key, AbstractStored) else None
+    if first is None:
+        return value
+    mine, theirs = (jax.tree.leaves(x) for x in (first, as_stored(value)))
+    same = len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs))
+    return Leading(first.shape, first.dtype) if same else value
+
+
+class StackLayer(AbstractStored):
+    """Keys or values of one layer, in the arrays of all layers.
+
+    A visit looks up the layer, and finds rows and tokens where they lie. So arrays that are sharded
+    over rows or heads stay sharded.
+
+    **Arguments:**
+
+    - `stack`: keys or values of all layers, `[layers, b, s, k, d]`: an array or an
+        [`eqattn.cache.AbstractStored`][] that is not `flat`.
+    - `index`: which layer it is, int32.
+    """
+
+    stack: Any
+    index: Int[Array, ""]
+
+    @property
+    def stored(self) -> AbstractStored:
+        """The stack in the form in which it is stored."""
+        return as_stored(self.stack)
+
+    @property
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
+        """The arrays `[layers, b, s, k, ...]` of all layers."""
+        return self.stored.arrays
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        return self.stored.dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.stored.itemsize
+
+    @property
+    def first(self) -> Any:
+        first = self.stored.first
+        return None if first is None else StackLayer(first, self.index)
+
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        return self.stored.decode(*arrays)
+
+    def materialise(self) -> Float[Array, "b s k d"]:
+        return self.decode(*[x[self.index] for x in self.arrays]).astype(self.dtype)
+
+    def alone(self) -> AbstractStored:
+        """A copy of the layer, in the form in which the stack is stored."""
+        return with_arrays(self.stored, [x[self.index] for x in self.arrays])
+
+    def pages(self) -> Pages:
+        """The layer as pages, for code that reads no stacks. All layers are one pool. Row `b` of
+        layer `l` has the pages from `(l * rows + b) * (s // size)` on.
+        """
+        layers, rows, s = self.stored.shape[:3]
+        # The blocks of `Ragged(metadata, bitwise=True)` have 128 keys, whatever the capacity is.
+        size = even_block(s, 128 if s % 128 == 0 else 256) or s
+        each = jnp.arange(rows * (s // size), dtype=jnp.int32).reshape(rows, s // size)
+        cut = lambda x: x.reshape(layers * each.size, size, *x.shape[3:])
+        return Pages(with_arrays(self.stored, map(cut, self.arrays)), self.index * each.size + each)
+
+
+def in_pages(x: Any) -> Any:
+    """Keys or values, as pages if they are those of a layer of a stack."""
+    return x.pages() if isinstance(x, StackLayer) else x
+
+
+def with_arrays(held: AbstractStored, arrays: Iterable[Array]) -> Any:
+    """The same form of the numbers that other arrays hold.
+
+    **Raises:** `NotImplementedError` if its `arrays` are not leaves of this PyTree: what replaces
+    them would be lost.
+    """
+    new = {id(x): y for x, y in zip(held.arrays, arrays, strict=True)}
+    leaves, tree = jax.tree.flatten(held)
+    if not new.keys() <= set(map(id, leaves)):
+        raise NotImplementedError(
+            f"The arrays of {type(held).__name__} are no fields of it, so that none can be written."
+        )
+    return jax.tree.unflatten(tree, [new.get(id(x), x) for x in leaves])
+
+
+class Bits(AbstractStored):
+    """Floats that are stored as the integers with the same bits.
+
+    XLA:CPU can write a part of an array of integers. To write a part of an array of bfloat16, it
+    converts the whole array to float32 and back. So appending to a cache that is kept as bits costs
+    as much as is written, not as much as its capacity.
+
+    It stands for an array of the floats: functions of `jax.numpy`, every strategy and an index
+    `x[...]` read it as one.
+
+    **Arguments:**
+
+    - `bits`: unsigned integers `[..., s, k, d]`.
+    - `dtype`: the dtype of the floats, which has as many bits.
+    """
+
+    bits: UInt[Array, "*b s k d"]
+    _dtype: Any = eqx.field(static=True, converter=jnp.dtype)
+
+    def __check_init__(self) -> None:
+        if self.bits.dtype != _unsigned(self._dtype):
+            raise ValueError(
+                f"bits of {self._dtype} are {_unsigned(self._dtype)}, got {self.bits.dtype}; "
+                "Bits.of(array) makes them."
+            )
+
+    def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
+        return Bits(fn(self.bits), self.dtype)
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Bits":
+        """Makes the bits of zeros of a shape."""
+        return cls(jnp.zeros(shape, _unsigned(dtype)), dtype)
+
+    @classmethod
+    def of(cls, x: Float[Array, "*b s k d"]) -> "Bits":
+        """Takes the bits of an array. It has no gradient through them: asking for one raises."""
+        x = without_gradient(x, _NO_GRADIENT_OF_BITS)
+        return cls(lax.bitcast_convert_type(x, _unsigned(x.dtype)), x.dtype)
+
+    @property
+    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
+        return (self.bits,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
+        return lax.bitcast_convert_type(arrays[0], self._dtype)
+
+    def encode(self, new: Float[Array, "b t k d"]) -> tuple[Shaped[Array, "..."], ...]:
+        return (Bits.of(new.astype(self._dtype)).bits,)
+
+    def __jax_array__(self) -> Array:
+        return self.decode(self.bits)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.decode(self.bits), dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.decode(self.bits[index])
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self[:])  # JAX clamps an index, so counting up would not end
+
+
+def _unsigned(dtype: Any) -> Any:
+    return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+
+
+_NO_GRADIENT_OF_BITS = (
+    "A cache that is kept as bits has no gradient of the keys and values that are appended to it. "
+    "Caches of narrow floats are kept so on a CPU: make it with bits=False, or stop their gradient."
+)

@@ -23,12 +23,13 @@ from .._jax import Literal
 from .._pairs import Operand
 from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.products import dot
-from ..masks._base import AbstractMask
-from ..masks._terms import map_terms
+from ..masks._base import AbstractMask, map_terms
 from ..scores._base import AbstractScore
 from .blocking import Blocking, BlockOperand
-from .found import (
+from .lookups import (
     given_to,
+    held,
+    Lookups,
     of_scalars,
     scalar_like,
     scalars_of,
@@ -36,7 +37,6 @@ from .found import (
     with_parts,
     without_calls,
 )
-from .lookups import held, Lookups
 from .problem import is_unsure, Problem
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from .._misc import as_size
-from .._problem.arguments import as_mask
-from ..masks._terms import leaf_terms
-from .counts import counted_blocks
+from .._problem.problem import as_mask
+from ..masks._base import leaf_terms
 from .layout import AbstractRingLayout
+from .plan import counted_blocks
 
 
 _MOST_BLOCKS = 1024  # of a side of the table that is counted, for tens of milliseconds at most

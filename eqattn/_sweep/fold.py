@@ -23,11 +23,11 @@ from .._carry import finite_origin, named_output
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .._pairs import read_by
 from .centred_tangent import centred_dot, recentred
-from .fold_step import Finish, FoldStep, turned_queries
 from .grid import GridLayout, replaced, ROW, unsigned_zeros
 from .nonfinite import complete
 from .products import dot
-from .rotation import ring_traverse
+from .ring import ring_traverse
+from .steps import Finish, FoldStep, turned_queries
 from .sweep import (
     block_aval,
     closure_convert,

@@ -20,9 +20,8 @@ from jaxtyping import Array
 
 from .._jax import compiles_for_cpu, partitioned_automatically
 from .._misc import at_most
-from .block_sizes import BlockRequest, BlockSizes, even_size, whole_size
-from .grid import GridLayout, ROW
-from .several_columns import columns_together
+from .grid import BlockRequest, BlockSizes, even_size, GridLayout, ROW, whole_size
+from .steps import columns_together
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,12 +39,10 @@ from .._jax import (
     with_inputs,
 )
 from .._misc import accumulation_dtype
-from .fold_step import turned_queries
-from .gathering import ColumnsOfDevices
 from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
-from .rotation import ring_traverse
-from .sum_step import steps_of
+from .ring import ColumnsOfDevices, ring_traverse
+from .steps import steps_of, turned_queries
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:

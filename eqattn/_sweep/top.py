@@ -21,9 +21,9 @@ from jaxtyping import Array
 
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes, zero_tangent
 from .fold import with_tables_of_hops
-from .fold_step import evaluate
 from .grid import GridLayout, PARTIAL, replaced, ROW
-from .rotation import ring_traverse
+from .ring import ring_traverse
+from .steps import evaluate
 from .sweep import block_aval, closure_convert, primitive_rules, sweep
 
 

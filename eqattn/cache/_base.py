@@ -15,15 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from .._jax import explicit_axes, sharding_of, without_explicit_axes
 from .._misc import as_array, as_dtype, as_flag, as_int32, as_size, check_floating
-from .._misc.run_time import raise_if
 from .._pairs import Operand
-from .._problem.bits import Bits
-from .._problem.jit_cache import cached
-from .._problem.key_shards import stored_specs
 from .._problem.mesh import on_mesh_of
-from .._problem.storage import AbstractStored, check_computable, Quantized
+from .._problem.problem import cached
+from .._problem.shards import stored_specs
+from .._problem.storage import AbstractStored, Bits, check_computable, Quantized
+from .._run_time import raise_if
 from ..masks._base import AbstractMask
-from ..masks._padding import KeyPadding
+from ..masks._segments import KeyPadding
 
 
 _Cache = TypeVar("_Cache", bound="AbstractCache")

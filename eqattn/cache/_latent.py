@@ -7,9 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_size
-from .._problem.joined import Joined
-from .._problem.stack_layer import StackLayer
-from .._problem.storage import AbstractStored, Pages
+from .._problem.storage import AbstractStored, Joined, Pages, StackLayer
 from ._base import AbstractCache
 from ._contiguous import KVCache
 

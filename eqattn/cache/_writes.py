@@ -7,8 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._problem.stack_layer import with_arrays
-from .._problem.storage import AbstractStored
+from .._problem.storage import AbstractStored, with_arrays
 
 
 def write(held: Any, new: Array, slots: Array, *first: Any) -> Any:

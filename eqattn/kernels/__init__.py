@@ -42,16 +42,17 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
 
         return TPULowering(asked)
     if asked == "cudnn":
-        from .gpu._cudnn import CuDNNLowering
+        from .nvidia.cudnn import CuDNNLowering
 
         return CuDNNLowering(asked)
-    from .gpu import GPULowering, is_hopper
+    from .nvidia.chip import is_hopper
+    from .nvidia.hopper import GPULowering
 
     if asked == "auto":  # Others have not been measured on the devices that they are for.
         kernels = GPULowering(asked)
         return kernels if backend != "triton" and kernels.measured else None
     if backend == "triton" or not (asked == "interpret" or is_hopper()):
-        from .gpu.triton import TritonLowering
+        from .nvidia.triton import TritonLowering
 
         return TritonLowering(asked)
     return GPULowering(asked)

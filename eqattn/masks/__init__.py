@@ -23,11 +23,10 @@ from ._causal import (
     Causal as Causal,
     ChunkedCausal as ChunkedCausal,
     PrefixLM as PrefixLM,
+    SlidingWindow as SlidingWindow,
 )
 from ._function import MaskFn as MaskFn
-from ._padding import KeyPadding as KeyPadding, QueryPadding as QueryPadding
-from ._segments import Segments as Segments
-from ._window import SlidingWindow as SlidingWindow
+from ._segments import KeyPadding as KeyPadding, QueryPadding as QueryPadding, Segments as Segments
 
 
 if _typing.TYPE_CHECKING:

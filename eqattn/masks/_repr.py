@@ -1,6 +1,7 @@
 """The text of a mask: a constructor expression, and a small picture of its blocks."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,8 +11,6 @@ from jax import lax
 
 from .._jax import CALLS, Literal
 from .._misc import is_known, Static
-from ._base import block_table
-from ._terms import leaf_terms
 
 
 _CELLS = 16  # the picture has at most so many rows, and so many columns of two characters each
@@ -32,13 +31,18 @@ def expression(mask: Any) -> str:
         return f"{type(mask).__name__}(...)"
 
 
-def drawing(mask: Any) -> str:
+def drawing(mask: Any, terms: Sequence[Any], block_table: Callable[..., Any]) -> str:
     """The `str` of a mask: its expression, and below it a picture of its blocks.
 
     It never raises: the picture is left out where it cannot be drawn, as of traced arrays.
+
+    **Arguments:**
+
+    - `terms`, `block_table`: the terms of the mask, and the function that classes its blocks. The
+        algebra, which is above this file, gives them.
     """
     try:
-        return expression(mask) + _picture(mask)
+        return expression(mask) + _picture(mask, terms, block_table)
     except Exception:  # shapes may not fit each other, and leaves may be any objects
         return expression(mask)
 
@@ -75,7 +79,7 @@ def _value(x: Any) -> str:
     return getattr(x, "__qualname__", None) or (type(x).__name__ if callable(x) else repr(x))
 
 
-def _picture(mask: Any) -> str:
+def _picture(mask: Any, terms: Sequence[Any], block_table: Callable[..., Any]) -> str:
     # Arrays say how many heads, queries and keys there are. Where none has such an axis, lengths
     # and sizes of windows that the mask holds are a hint of how many would show its shape.
     if not all(is_known(x) for x in jax.tree.leaves(mask)):
@@ -90,7 +94,7 @@ def _picture(mask: Any) -> str:
             sizes[a] = max(sizes[a], n)
         if not tail and array.size and array.dtype.kind in "iu":
             hint = max(hint, int(np.max(np.abs(array))))
-    depends, tables = _lookups(mask)
+    depends, tables = _lookups(mask, terms)
     sizes = {a: max(n, tables.get(a, 1)) for a, n in sizes.items()}
     batch_shape = batch_shape or ((tables["b"],) if "b" in tables else ())
     each: Any = leaf_terms(mask)
@@ -112,12 +116,12 @@ def _picture(mask: Any) -> str:
     return "\n".join(["", *lines, note])
 
 
-def _lookups(mask: Any) -> tuple[frozenset[str], dict[str, int]]:
+def _lookups(mask: Any, terms: Sequence[Any]) -> tuple[frozenset[str], dict[str, int]]:
     """On which axes, of `"b"`, `"h"`, `"t"` and `"s"`, a mask depends, and the sizes of axes of
     arrays that it reads at the index of a batch element or head, or at the position of a query or
     key. They may be arrays that a function closes over, which are no operands.
     """
-    if any(term.selects for term in leaf_terms(mask)):  # a list is no function of a pair
+    if any(term.selects for term in terms):  # a list is no function of a pair
         return frozenset(), {}
     operands = mask.operands()
     scalars = [jax.ShapeDtypeStruct((), np.int32)] * 4

@@ -11,11 +11,10 @@ import numpy as np
 from jaxtyping import Array
 
 from .._misc import as_array, as_flag, positions_in_reach
-from .._misc.run_time import raise_if
 from .._pairs import Operand
+from .._run_time import raise_if
 from ..cache import AbstractCache
-from ..masks._base import AbstractMask
-from ..masks._terms import live_blocks, map_terms
+from ..masks._base import AbstractMask, live_blocks, map_terms
 
 
 Cache = TypeVar("Cache", bound=AbstractCache)

@@ -7,8 +7,8 @@ import equinox as eqx
 import jax
 
 from ..strategies import AttentionImpl
-from ._arguments import check_strategy
 from ._dropout import Dropout
+from ._inputs import check_strategy
 from ._latent import LatentAttention
 from ._multihead import MultiheadAttention
 

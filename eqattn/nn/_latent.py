@@ -18,26 +18,27 @@ from .._misc import (
     as_number,
     as_size,
     with_constants,
+    without_defaults,
 )
-from .._misc.text import without_defaults
-from .._problem.arguments import as_scores
-from .._problem.joined import Joined
-from .._problem.storage import AbstractStored, as_stored
+from .._problem.problem import as_scores
+from .._problem.storage import AbstractStored, as_stored, Joined
 from ..cache import LatentKVCache
-from ..scores._base import AbstractScore
-from ..scores._bias import Bias
+from ..scores._base import AbstractScore, Bias
 from ..strategies import AttentionImpl
-from ._arguments import (
+from ._cached_call import appended, as_rows
+from ._inputs import (
     as_layer_mask,
     check_dtype,
     check_name,
     check_strategy,
     configured,
+    input_positions,
+    linear,
+    normed,
+    project,
     split_key,
+    weight_and_bias,
 )
-from ._cached_call import appended, as_rows
-from ._heads import linear, normed, project, weight_and_bias
-from ._positions import input_positions
 from ._rotary import check_rotary, Rotary
 
 

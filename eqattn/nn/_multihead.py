@@ -9,12 +9,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from .._calls.attention import attention
 from .._config.metadata import AttentionMetadata
-from .._misc import as_array, as_constant, with_constants
-from .._misc.text import without_defaults
-from .._problem.arguments import as_scores, as_sinks
+from .._misc import as_array, as_constant, with_constants, without_defaults
+from .._problem.problem import as_scores, as_sinks
 from ..scores._base import AbstractScore
 from ..strategies import AttentionImpl
-from ._arguments import (
+from ._cached_call import appended, as_rows, Cache, new_keys
+from ._dropout import Dropout
+from ._inputs import (
     as_kv_heads,
     as_layer_mask,
     as_window,
@@ -26,12 +27,16 @@ from ._arguments import (
     check_strategy,
     checked_sizes,
     configured,
+    head_norm,
+    input_positions,
+    linear,
+    normed,
+    of_one_dtype,
+    processed,
+    ProcessHeads,
+    project,
     split_key,
 )
-from ._cached_call import appended, as_rows, Cache, new_keys
-from ._dropout import Dropout
-from ._heads import head_norm, linear, normed, of_one_dtype, processed, ProcessHeads, project
-from ._positions import input_positions
 from ._rotary import check_rotary, Rotary
 
 

@@ -2,15 +2,29 @@
 
 A score transforms one scalar logit, given the indices of its pair. The order is fixed:
 `scale * (q . k)`, then the soft cap, the bias, the scores that the caller passes, and the mask.
+
+Scores that are made of another one.
+
+The soft cap, which keeps logits within bounds.
+
+An array that is added to the logits.
 """
 
 import abc
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._misc.text import without_defaults
+from .._misc import (
+    as_array,
+    as_constant,
+    check_cap,
+    check_floating,
+    with_constants,
+    without_defaults,
+)
 from .._pairs import Operand
 
 
@@ -67,3 +81,91 @@ class AbstractScore(eqx.Module):
         - `operands`: one scalar of each array of the method `operands`, in its order, or one vector
             of an array with features.
         """
+
+
+class AbstractWrapper(AbstractScore):
+    """A score whose `transform` calls that of another, and does nothing else that may fail."""
+
+    score: eqx.AbstractVar[AbstractScore]
+
+    @property
+    def finite_when_masked(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.finite_when_masked
+
+    @property
+    def tried_in_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.tried_in_kernels
+
+    @property
+    def may_lack_kernels(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.may_lack_kernels
+
+    @property
+    def weighs(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score.weighs
+
+
+@with_constants("cap")
+class SoftCap(AbstractScore):
+    """`cap * tanh(logit / cap)`, as in Gemma 2 (arXiv:2408.00118).
+
+    **Arguments:**
+
+    - `cap`: a positive number, which is a constant, or a scalar array, which is learned. The sign
+        of an array does not matter, but it must not be 0.
+    """
+
+    cap: Any = eqx.field(converter=as_constant)
+
+    finite_when_masked: ClassVar[bool] = True
+
+    def __check_init__(self) -> None:
+        if isinstance(self.cap, bool) or not isinstance(self.cap, int | float):
+            check_floating(cap=as_array(self.cap, "cap"))
+        check_cap(self.cap, "cap")
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (Operand(jnp.asarray(self.cap), ""),)
+
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, cap: Any
+    ) -> Float[Array, ""]:
+        cap = cap.astype(logit.dtype)
+        return cap * jnp.tanh(logit / cap)
+
+
+class Bias(AbstractScore):
+    """Adds an array to the logits.
+
+    **Arguments:**
+
+    - `bias`: a float array that broadcasts to `[*b, h, t, s]`.
+    """
+
+    bias: Float[Array, "..."] = eqx.field(converter=lambda x: as_array(x, "bias"))
+
+    finite_when_masked: ClassVar[bool] = True
+    operand_name: ClassVar[str] = "bias"
+
+    def __check_init__(self) -> None:
+        if not jnp.issubdtype(self.bias.dtype, jnp.floating):
+            raise TypeError(
+                f"bias must be floating point, got {self.bias.dtype}; cast it, or give a mask of "
+                "ones and zeros as mask=(x > 0)."
+            )
+
+    def operands(self) -> tuple[Operand, ...]:
+        axes = "bhts"[4 - min(self.bias.ndim, 4) :]
+        return (Operand(self.bias, axes),)
+
+    def transform(
+        self, logit: Float[Array, ""], b: Any, h: Any, q: Any, k: Any, bias: Any
+    ) -> Float[Array, ""]:
+        return logit + bias.astype(logit.dtype)
+
+
+def as_bias(bias: Any) -> Bias:
+    """The score that adds the argument `bias` of a call."""
+    if isinstance(bias, AbstractScore):
+        raise TypeError("bias must be an array; pass score modules as `score`.")
+    return Bias(jnp.asarray(as_array(bias, "bias")))

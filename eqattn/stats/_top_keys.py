@@ -11,17 +11,14 @@ from .._calls.attention import check_strategy
 from .._config.partition import batch_and_heads
 from .._jax import explicit_axes, sharding_of, without_explicit_axes
 from .._misc import as_array, as_size
-from .._problem.arguments import as_mask, as_scores, check_shapes, MaskLike, ScoreLike
 from .._problem.functions import opened
 from .._problem.mesh import on_mesh_of
-from .._problem.problem import Problem
+from .._problem.problem import as_mask, as_scores, check_shapes, MaskLike, Problem, ScoreLike
 from .._problem.storage import AbstractStored
 from .._sweep.top import greatest
-from ..masks._base import AbstractMask
-from ..masks._terms import leaf_terms
+from ..masks._base import AbstractMask, leaf_terms
 from ..strategies import AttentionImpl, Blockwise
-from ..strategies._explicit_axes import known_partition
-from ..strategies._fold_strategy import AbstractFoldStrategy
+from ..strategies._fold_strategy import AbstractFoldStrategy, known_partition
 
 
 class TopKeys(eqx.Module):

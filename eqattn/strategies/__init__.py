@@ -1,10 +1,9 @@
 """Strategies say where and in which order (query, key) pairs are visited."""
 
 from .._problem.problem import Problem as Problem
-from ._base import AttentionImpl as AttentionImpl
+from ._base import AttentionImpl as AttentionImpl, Support as Support
 from ._fold_strategy import AbstractFoldStrategy as AbstractFoldStrategy
 from ._on_device import fold as fold, read_twice as read_twice
-from ._support import Support as Support
 from .all_gather import AllGather as AllGather
 from .blockwise import Blockwise as Blockwise
 from .dense import Dense as Dense

@@ -1,9 +1,12 @@
-"""`AttentionImpl`, the base of all strategies: metadata, a name, and one `forward_*` per device."""
+"""`AttentionImpl`, the base of all strategies: metadata, a name, and one `forward_*` per device.
+
+`Support`, the answer of a strategy's `supports`.
+"""
 
 import abc
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,13 +18,76 @@ from jaxtyping import Array, Float, Int
 from .._config.metadata import AttentionMetadata
 from .._config.partition import fitted, with_axes_kept
 from .._config.platform import Backend, GPUS, Platform, RuntimeMode
-from .._misc import as_array, as_flag, as_size, REACH
-from .._misc.text import without_defaults
+from .._misc import as_array, as_flag, as_size, REACH, without_defaults
 from .._output import AttentionOutput
-from .._problem.arguments import named_mask
+from .._problem.problem import named_mask
 from .._problem.storage import AbstractStored
 from ..kernels import interpreted_backend, method_on
-from ._support import Support, varying_bits, without_library
+
+
+class Support(NamedTuple):
+    """Whether a strategy can do something, and if not, why. It is true or false as `ok` is.
+
+    **Arguments:**
+
+    - `ok`: whether the strategy can do it.
+    - `reason`: the message that `attention` would raise; empty if `ok`.
+    """
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+BITS = ("batch", "capacity", "chunks", "decode", "devices", "layout")
+"""What the bits of a row may not depend on, see the page on numerics."""
+
+_REMEDIES = {
+    True: "use Ragged(metadata, bitwise=True)",
+    "devices": "use AllGather(metadata, bitwise=True)",
+    "layout": "use Ragged(metadata, bitwise=True)",
+}
+
+
+def without_library(strategy: Any, name: str) -> str:
+    """Why a strategy does not run a platform that is code of others; empty if it does."""
+    if name in strategy.libraries:
+        return ""
+    return (
+        f"platform={name!r}: {type(strategy).__name__} needs parts of the result that it does not "
+        "return; use Blockwise(metadata), or platform='xla' or 'auto'."
+    )
+
+
+def varying_bits(strategy: Any, features: Mapping[str, Any]) -> Support:
+    """Whether the bits of a row are independent of what `features["bitwise"]` names, if anything.
+
+    **Raises:** `ValueError` for a name that is not in `BITS`.
+    """
+    kind = features.get("bitwise")
+    if kind not in (None, True, *BITS):
+        raise ValueError(
+            f"bitwise must be one of {BITS}, or True for all but devices, got {kind!r}."
+        )
+    promised = strategy.promises if getattr(strategy, "bitwise", False) else frozenset()
+    asked = {None: set(), True: {*BITS} - {"devices"}}.get(kind, {kind})
+    if promised and features.get("dropout") and "batch" in asked:
+        return Support(
+            False,
+            "bitwise: what dropout drops depends on the place in the batch, and so do the bits; "
+            "leave it out.",
+        )
+    missing = [name for name in BITS if name in asked and name not in promised]
+    if not missing:
+        return Support(True, "")
+    remedy = _REMEDIES.get(kind, "use Ragged(metadata, bitwise=True), or Blockwise in the same way")
+    reason = (
+        f"bitwise: {type(strategy).__name__} may give a row other bits where it depends on "
+        f"{', '.join(missing)}; {remedy}."
+    )
+    return Support(False, reason)
 
 
 # Keywords of `attention` that a `forward_native` may leave out; a call that uses one then raises.

@@ -21,28 +21,28 @@ from .._carry import Carry, safe_max
 from .._jax import compiled, is_narrow
 from .._misc import even_block
 from .._problem.block_classes import choose_live_blocking, sees_few_keys
-from .._problem.blocking import Blocking, BlockOperand, choose_blocking
-from .._problem.exchange import HeadExchange
+from .._problem.blocking import Blocking, BlockOperand, choose_blocking, layers_in_pages
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
-from .._problem.in_place import layers_in_pages
-from .._problem.jit_cache import cached
-from .._problem.listed_blocks import blocking_of, live_blocks, live_pairs, row_lists
-from .._problem.listed_rows import fold_own_rows
+from .._problem.lists import (
+    blocking_of,
+    fold_selected,
+    key_slots,
+    live_blocks,
+    live_pairs,
+    row_lists,
+)
 from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
-from .._problem.problem import Problem
-from .._problem.selected import fold_selected, key_slots
-from .._problem.wide_sums import read_twice
+from .._problem.problem import cached, Problem
+from .._problem.shards import fold_own_rows, HeadExchange, read_twice
 from .._ring.plan import reach
-from .._sweep.fold_step import softmax_terms
-from .._sweep.gathering import Gathering
 from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.products import dot
-from .._sweep.rotation import Rotation
+from .._sweep.ring import Gathering, Rotation
+from .._sweep.steps import softmax_terms
 from .._sweep.sweep import block_dtype
-from ..masks._base import AbstractMask
-from ..masks._terms import split_list
+from ..masks._base import AbstractMask, split_list
 
 
 @cached

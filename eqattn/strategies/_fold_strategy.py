@@ -1,5 +1,9 @@
 """The base of this library's strategies. It turns the arguments of a call into a `Problem`, has the
 strategy fold that into a Carry, and turns the Carry into an output.
+
+Calls whose arrays have explicit mesh axes: what types tell of them, and how they run without.
+
+The results of a call, from its Carry or from rows that are finished already.
 """
 
 import abc
@@ -8,28 +12,120 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray
 
 from .._carry import Carry
 from .._config.partition import batch_and_heads
 from .._config.platform import Backend, Platform
-from .._jax import explicit_axes
+from .._jax import explicit_axes, mapped_axes, names_of, sharding_of, without_explicit_axes
 from .._misc import as_array, as_flag, as_int
 from .._output import AttentionOutput
-from .._problem import arguments
+from .._problem import problem as arguments
 from .._problem.functions import opened
 from .._problem.mesh import lists_own_keys, ManualAxes, on_mesh_of, with_kernel
 from .._problem.problem import Problem
-from .._problem.storage import AbstractStored, check_computable
+from .._problem.storage import AbstractStored, as_stored, check_computable
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import interpreted_backend, lowering_for
-from ..masks._base import AbstractMask
+from ..masks._base import AbstractMask, check_positions, split_list
 from ..masks._causal import Causal
-from ..masks._terms import check_positions, split_list
-from ..scores._bias import as_bias
+from ..scores._base import as_bias
 from ._base import AttentionImpl
-from ._results import as_output, attended, finish
+
+
+def known_partition(declared: tuple[Any, Any], q: Array, *others: Any) -> tuple[Any, ...]:
+    """Reads from the types of arrays on an explicit mesh which axes shard the batch, which shard
+    the heads, and which shard no array.
+
+    Types do not tell what automatic axes of the same mesh shard. Those among the `declared` ones,
+    for the batch and for the heads, are taken at their word, as on a mesh of automatic axes.
+    """
+    mesh = jax.typeof(q).sharding.mesh
+    batch, *rest, _, heads, _ = (None, *sharding_of(q))[-max(4, q.ndim) :]
+    of_types = (None if any(rest) else batch, heads)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    automatic = [[n for n in names_of(e) if kinds.get(n) == AxisType.Auto] for e in declared]
+    shards = [(*names_of(own), *more) for own, more in zip(of_types, automatic)]
+    arrays = [x for x in jax.tree.leaves((q, *others)) if eqx.is_array(x)]
+    entries = [e for x in arrays for e in sharding_of(x)]
+    used = {n for e in entries for n in names_of(e)}
+    hidden = mapped_axes(mesh)  # these are in use, by an axis of `jax.vmap`
+    idle = tuple(n for n in explicit_axes(q) if n not in used | hidden)
+    return *shards, idle
+
+
+def result_specs(q: Array, features: Any = None) -> dict[str, Any]:
+    """The specs of all results by name, if they are sharded like the query. The `features` are the
+    mesh axes that shard those of the values.
+    """
+    *batch, t, heads, _ = sharding_of(q)
+    rows, values = P(*batch, t, heads), P(*batch, t, heads, features)
+    return {
+        "outputs": values,
+        "weights": P(*batch, heads, t, None),
+        "logsumexp": rows,
+        "carry": (values, rows, rows),
+        "max_logits": rows,
+    }
+
+
+def sharded_as_query(run: Callable, args: tuple, wanted: Sequence[str]) -> dict:
+    """Calls `run` where the compiler propagates shardings. Results are sharded like the query."""
+    _, q, _, v, _ = args
+    numbers = as_stored(v).arrays[:1]  # There are none if the values are part of the keys.
+    specs = result_specs(q, sharding_of(numbers[0])[-1] if numbers else None)
+    return without_explicit_axes(run, args, q, {name: specs[name] for name in wanted})
+
+
+def attended(spec: Problem, output: Array, logsumexp: Array | None) -> dict[str, Callable]:
+    """The same results as those of `finish`, where there is no Carry, and perhaps no logsumexp."""
+    both = {"outputs": output} | ({} if logsumexp is None else {"logsumexp": logsumexp})
+    shapes = {name: (*spec.batch_shape, *x.shape[1:]) for name, x in both.items()}
+    return {name: lambda name=name: both[name].reshape(shapes[name]) for name in both}
+
+
+def as_output(results: Mapping[str, Any]) -> AttentionOutput:
+    """The output that has these results, by name. A Carry is a tuple of its arrays."""
+    return AttentionOutput(
+        attention_weights=results.get("weights"),
+        attention_outputs=results["outputs"],
+        logsumexp=results.get("logsumexp"),
+        carry=Carry(*results["carry"]) if "carry" in results else None,
+        max_logits=results.get("max_logits"),
+    )
+
+
+def finish(spec: Problem, carry: Carry, weights: Any, dtype: Any) -> dict[str, Callable]:
+    """The results of a fold by name, with sinks, normalised, and in the caller's batch axes and
+    dtype. Each is a function, so that only what is asked for is computed.
+    """
+    before = carry
+    if spec.sinks is not None:
+        carry = carry.with_sinks(spec.sinks[None, None])
+
+    def unflatten(x: Array) -> Array:
+        return x.reshape(*spec.batch_shape, *x.shape[1:])
+
+    def probabilities() -> Array:
+        if spec.sinks is None:
+            return weights
+        # Without sinks p = exp(s - L), with them p' = exp(s - L'), where L and L' are the
+        # logsumexps. So p' = p exp(L - L'); the factor is the share that the sinks leave to keys.
+        old = before.logsumexp()
+        share = jnp.exp(old - jnp.where(old == -jnp.inf, 0, carry.logsumexp()))
+        return weights * jnp.swapaxes(share, 1, 2)[..., None]
+
+    parts = (carry.numerator, carry.denominator, carry.max_so_far)
+    return {
+        "outputs": lambda: unflatten(carry.output().astype(dtype)),
+        "weights": lambda: unflatten(probabilities().astype(dtype)),
+        "logsumexp": lambda: unflatten(carry.logsumexp()),
+        "carry": lambda: tuple(map(unflatten, parts)),
+        "max_logits": lambda: jax.lax.stop_gradient(unflatten(before.max_so_far)),
+    }
 
 
 class AbstractFoldStrategy(AttentionImpl):
@@ -112,7 +208,11 @@ class AbstractFoldStrategy(AttentionImpl):
             return XLA
         dtype, vectors = problem.query.dtype, (problem.query, problem.value)
         size = "" if self.reads_stored else kernels.unsupported_vectors(*vectors)
-        from ._in_kernels import counts_up, other_kernels, untried_in  # with what only kernels need
+        from ._in_kernels import (
+            counts_up,
+            other_kernels,
+            untried_in,  # with what only kernels need
+        )
 
         apart = counts_up(self, problem.mask, problem.q_positions, problem.kv_positions)
         parts, reason = (problem.mask, problem.scores), kernels.unsupported_dtype(dtype) or size
@@ -334,7 +434,7 @@ class AbstractFoldStrategy(AttentionImpl):
         arguments.check_precision(self.precision)
         q = on_mesh_of(jnp.asarray(q), (self, k, v, options))
         if self.reads_stored:
-            from .._problem.joined import read_once
+            from .._problem.storage import read_once
 
             v = read_once(k, v)
         return _output_of((self, q, k, v, options), wanted)
@@ -343,8 +443,6 @@ class AbstractFoldStrategy(AttentionImpl):
 def _output_of(args: tuple[Any, ...], wanted: Sequence[str]) -> AttentionOutput:
     """The output of a call, sharded as its query is. The `args` are those of `_computed`."""
     if explicit_axes(args[1]):
-        from ._explicit_axes import known_partition, sharded_as_query
-
         strategy, q = args[:2]
         declared = batch_and_heads(strategy.metadata.partition_axis, q.shape[-3])
         partition = known_partition(declared, *args[1:4])

@@ -13,8 +13,7 @@ from .._problem.lookups import without_lookups
 from .._problem.problem import is_unsure, of_a_user
 from .._problem.tables import without_tables
 from .._sweep.lowering import Lowering
-from ..masks._base import AbstractMask, visible
-from ..masks._terms import leaf_terms, placed, split_list
+from ..masks._base import AbstractMask, leaf_terms, placed, split_list, visible
 from ..scores._base import AbstractScore
 
 

@@ -8,11 +8,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from .._carry import Carry
 from .._jax import compiled
-from .._problem.jit_cache import cached
-from .._problem.key_shards import merged_over, ShardedKeys
 from .._problem.mesh import current_mesh, shard_map_wide, whole, with_kernel
-from .._problem.problem import Problem
-from .._problem.wide_sums import with_wide_sums
+from .._problem.problem import cached, Problem
+from .._problem.shards import merged_over, ShardedKeys, with_wide_sums
 from ._fold import fold_on_device
 
 

@@ -21,15 +21,13 @@ from .._carry import Carry
 from .._jax import compiled, summed_wide, varying_axes
 from .._misc import accumulation_dtype, iota, widened
 from .._pairs import Operand
-from .._problem.bound import bound_scores, consts_of, terms_beside_lists, with_bound_terms
-from .._problem.jit_cache import cached
+from .._problem.closed_score import bound_scores, consts_of, terms_beside_lists, with_bound_terms
 from .._problem.mesh import shard_map_wide, with_kernel
-from .._problem.problem import Problem
-from .._problem.wide_sums import with_wide_sums
+from .._problem.problem import cached, Problem
+from .._problem.shards import with_wide_sums
 from .._sweep.lowering import XLA
 from .._sweep.tokens import padded
-from ..masks._base import AbstractMask
-from ..masks._terms import leaf_terms, map_terms
+from ..masks._base import AbstractMask, leaf_terms, map_terms
 from ._fold import fold_on_device
 
 

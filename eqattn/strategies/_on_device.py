@@ -13,7 +13,7 @@ from .._problem.problem import Problem
 from .._problem.storage import AbstractStored
 from .._sweep.lowering import Lowering, XLA
 from ..kernels import BACKENDS, FIXED
-from ..masks._terms import split_list
+from ..masks._base import split_list
 from ._fold_strategy import AbstractFoldStrategy
 
 
@@ -74,7 +74,7 @@ def read_twice(problem: Problem, lowering: Lowering = XLA) -> Problem:
     - `problem`: one call of attention, as the `fold` of a strategy receives it.
     - `lowering`: the code that visits the blocks of the parts, as for `fold`.
     """
-    from .._problem import wide_sums  # a late import: few strategies need it
+    from .._problem import shards as wide_sums  # a late import: few strategies need it
 
     return wide_sums.read_twice(problem, lowering)
 
@@ -93,7 +93,10 @@ def _has_few_rows(problem: Problem) -> bool:
         return False
     if split_list(problem.mask)[0] is not None:
         return False
-    from .._problem.block_classes import FEW, sees_few_keys  # with what only calls need
+    from .._problem.block_classes import (
+        FEW,
+        sees_few_keys,  # with what only calls need
+    )
 
     rows = t * (heads // kv_heads)
     return 0 < 8 * rows <= min(s, 8 * FEW) or sees_few_keys(problem)

@@ -19,8 +19,7 @@ from .._problem.mesh import current_mesh, ManualAxes, types_are_checked
 from .._problem.problem import Problem
 from .._ring.layout import AbstractRingLayout, Contiguous
 from ..kernels import BACKENDS
-from ..masks._base import AbstractMask
-from ..masks._terms import leaf_terms
+from ..masks._base import AbstractMask, leaf_terms
 from ._fold_strategy import AbstractFoldStrategy
 
 
@@ -152,7 +151,7 @@ def _with_shared_heads(problem: Problem, place: SequenceSharding | None) -> Prob
 
     **Raises:** what `_check` raises.
     """
-    from .._problem.exchange import with_enough_heads
+    from .._problem.shards import with_enough_heads
 
     if place is None:
         return problem

@@ -10,7 +10,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.ticker import MaxNLocator
 
 from .._misc import as_size, concrete
-from .._problem.arguments import as_mask
+from .._problem.problem import as_mask
 from .._sweep.grid import EMPTY, FULL, PARTIAL
 from ..masks._base import AbstractMask, block_table
 from ._style import (

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqattn.nn import LatentAttention, MultiheadAttention
+from eqattn.nn import LatentAttention
+from eqattn.nn import MultiheadAttention
 
 from .decoder import Decoder
 

@@ -10,7 +10,7 @@ import pytest
 
 import eqattn
 from eqattn import AttentionImpl, cache, masks, scores, strategies
-from eqattn.masks._terms import leaf_terms
+from eqattn.masks._base import leaf_terms
 
 from .build import make_mask
 from .cases import AXES, covering, invalid, MORE, name_of

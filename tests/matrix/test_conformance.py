@@ -12,15 +12,15 @@ import jax
 import numpy as np
 import pytest
 
-from eqattn._problem import block_classes, fold, listed_blocks
+from eqattn._problem import block_classes, fold, lists as listed_blocks
 from eqattn._sweep import loops, lowering
 from eqattn._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
 from eqattn._sweep.lowering import XLALowering
-from eqattn._sweep.token_pairs import TokenPairs
-from eqattn.kernels.gpu._lowering import NvidiaLowering
+from eqattn._sweep.tokens import TokenPairs
+from eqattn.kernels.nvidia.lowering import NvidiaLowering
 from eqattn.kernels.tpu import (
-    _backward_step,
-    _forward_step as _step,
+    _backward as _backward_step,
+    _forward as _step,
     _operands,
     _windows,
     TPULowering,

@@ -259,8 +259,7 @@ def decoding(place: Any, slots: int, platform: str = "gpu", **given: Any) -> tup
     import jax.numpy as jnp
 
     from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
-    from eqattn._problem.joined import Joined
-    from eqattn._problem.storage import Pages, Quantized
+    from eqattn._problem.storage import Joined, Pages, Quantized
 
     rows, tokens, dim = given.get("rows", 64), given.get("tokens", 1), given.get("dim", 128)
     page, mask, rest = given.get("page"), given.get("mask"), given.get("rest", 0)

@@ -47,9 +47,7 @@ def program_of(case) -> str:
         transform = transforms.TRANSFORMS[case["transform"]]
 
         def program(variants, directions, cts, dynamic):
-            return transform(
-                lambda a, **more: call(a, dynamic, **more), variants, directions, cts
-            )
+            return transform(lambda a, **more: call(a, dynamic, **more), variants, directions, cts)
 
         cotangents = built.ct_out, built.ct_lse
         with mesh_of(case):

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
 from ..._pairs import POINTWISE
-from ..._sweep.block_sizes import BlockRequest, BlockSizes, even_size
-from ..._sweep.grid import FEW_ROWS, GridLayout
+from ..._sweep.grid import BlockRequest, BlockSizes, even_size, FEW_ROWS, GridLayout
 from ..._sweep.lowering import in_32_bits, Lowering
 from .._program import calls, equations
 from ._lists import has_turns, listed, MOST_PAIRS

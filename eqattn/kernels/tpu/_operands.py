@@ -10,8 +10,7 @@ from jaxtyping import Array
 from ..._jax import abstract
 from ..._misc import at_most
 from ..._sweep.grid import GridLayout
-from ..._sweep.token_pairs import joined, sizes_of
-from ..._sweep.tokens import by_head
+from ..._sweep.tokens import by_head, joined, sizes_of
 from ._chip import RESIDENT
 from ._products import LANES
 

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqattn import attention, AttentionMetadata, cascade_attention, Causal, KeyPadding, Ragged
-from eqattn.cache import (
-    KVCache,
-    LatentKVCache,
-    PagedKVCache,
-    QuantizedKVCache,
-    StackedPagedKVCache,
-)
+from eqattn.cache import KVCache, LatentKVCache, PagedKVCache, QuantizedKVCache, StackedPagedKVCache
 from eqattn.nn import LatentAttention
 
 from .cases import Case, Row

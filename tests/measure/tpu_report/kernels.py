@@ -17,11 +17,10 @@ from eqattn._sweep.grid import BATCH, COL, HEAD, replaced, ROW
 from eqattn.kernels.tpu import TPULowering
 from eqattn.kernels.tpu._chip import heads_abreast
 from eqattn.masks._base import Dense as DenseMask
-from eqattn.masks._causal import Causal
+from eqattn.masks._causal import Causal, SlidingWindow
 from eqattn.masks._segments import Segments
 from eqattn.masks._selected import Selected
-from eqattn.masks._window import SlidingWindow
-from eqattn.scores._t5 import T5Bias
+from eqattn.scores._positional import T5Bias
 from eqattn.strategies import Blockwise
 
 from .peers import PEERS

@@ -11,11 +11,10 @@ from eqattn._calls.attention import attention
 from eqattn._config.metadata import AttentionMetadata
 from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
-from eqattn._problem.stack_layer import StackLayer
-from eqattn._problem.storage import Pages, Quantized
+from eqattn._problem.storage import Pages, Quantized, StackLayer
 from eqattn.kernels.tpu import TPULowering
 from eqattn.masks._causal import Causal
-from eqattn.masks._padding import KeyPadding
+from eqattn.masks._segments import KeyPadding
 from eqattn.strategies import Ragged
 
 from .specification import Kernel, KV_HEADS, LENGTH, QUERY_HEADS, ROWS

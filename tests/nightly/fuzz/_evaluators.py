@@ -11,19 +11,18 @@ import numpy as np
 from eqattn import attention, AttentionMetadata, Blockwise
 from eqattn._jax import evaluated, interpret, jaxpr_as_fun
 from eqattn._sweep.attend import attend_p
-from eqattn._sweep.fold_step import FoldStep
 from eqattn._sweep.grid import GridLayout, ROW
+from eqattn._sweep.steps import FoldStep
 from eqattn._sweep.sweep import sweep_p
 from eqattn.kernels._program import calls, LOG2E
-from eqattn.kernels.gpu._operands import COLUMNS, Operand, ROWS
-from eqattn.kernels.gpu._operations import unsupported
-from eqattn.kernels.gpu._plans import FoldArrays, SumArrays
-from eqattn.kernels.gpu._program import Run
-from eqattn.kernels.gpu._sum_program import SumProgram
+from eqattn.kernels.nvidia.operands import COLUMNS, Operand, ROWS
+from eqattn.kernels.nvidia.operations import unsupported
+from eqattn.kernels.nvidia.plans import FoldArrays, SumArrays
+from eqattn.kernels.nvidia.program import Run
+from eqattn.kernels.nvidia.sum_program import SumProgram
 from eqattn.kernels.tpu import TPULowering
-from eqattn.kernels.tpu._backward_step import TurnedSums
+from eqattn.kernels.tpu._backward import TurnedEvaluation, TurnedSums
 from eqattn.kernels.tpu._program import Evaluation, Program
-from eqattn.kernels.tpu._turned import TurnedEvaluation
 
 from ._cases import Case, KEYS
 

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from eqattn import (
-    AttentionMetadata,
-    Ragged,
-)
+from eqattn import AttentionMetadata, Ragged
 from eqattn.cache import (
     KVCache,
     PagedKVCache,

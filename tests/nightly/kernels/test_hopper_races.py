@@ -14,7 +14,7 @@ from _kernels import drawn, how, newest
 
 from eqattn import attention, Causal, Segments, SlidingWindow
 from eqattn.cache import Joined
-from eqattn.kernels.gpu import _mosaic
+from eqattn.kernels.nvidia.hopper import mosaic as _mosaic
 
 
 pytestmark = newest

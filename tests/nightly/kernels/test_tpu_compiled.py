@@ -2,7 +2,6 @@
 
 import pytest
 from _tpu_compile import CASES, compile_all, expected
-from eqattn._tools.tpu_report.chips import CHIPS
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from eqattn import (
     Selected,
     top_keys,
 )
-from eqattn._problem.stack_layer import StackLayer
+from eqattn._problem.storage import StackLayer
 from eqattn.cache import Bits, StackedKVCache
 
 

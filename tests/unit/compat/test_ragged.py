@@ -12,7 +12,7 @@ from eqattn._problem.block_classes import table_of
 from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
 from eqattn._sweep.grid import EMPTY
-from eqattn.compat.ragged import bounds_of_rows
+from eqattn.compat.easydel import bounds_of_rows
 
 
 B, D, V = 5, 8, 6

@@ -31,9 +31,10 @@ from eqattn import (
 )
 from eqattn._sweep.lowering import XLA
 from eqattn.cache import Pages
-from eqattn.kernels import gpu, lowering_for
-from eqattn.kernels.gpu import GPULowering, triton
-from eqattn.kernels.gpu.triton import TritonLowering
+from eqattn.kernels import lowering_for
+from eqattn.kernels.nvidia import hopper as gpu, triton
+from eqattn.kernels.nvidia.hopper import GPULowering
+from eqattn.kernels.nvidia.triton import TritonLowering
 from eqattn.scores import AbstractScore
 
 

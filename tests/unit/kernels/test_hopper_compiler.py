@@ -15,21 +15,13 @@ import pytest
 from _caches import cache, call
 from _kernels import how, newest, of
 
-from eqattn import (
-    attention,
-    Causal,
-    KeyPadding,
-    ScoreFn,
-    Segments,
-    SlidingWindow,
-)
-from eqattn._sweep.block_sizes import BlockRequest, BlockSizes
-from eqattn._sweep.grid import BATCH, FULL, GridLayout, HEAD, PARTIAL
-from eqattn.kernels.gpu import _mosaic, _operations as operations, GPULowering
-from eqattn.kernels.gpu._lists import _together, CACHED, Visit
-from eqattn.kernels.gpu._operands import COLUMNS, ROWS
-from eqattn.kernels.gpu._plans import listed, listed_in_order
-from eqattn.kernels.gpu._stored import Sizes
+from eqattn import attention, Causal, KeyPadding, ScoreFn, Segments, SlidingWindow
+from eqattn._sweep.grid import BATCH, BlockRequest, BlockSizes, FULL, GridLayout, HEAD, PARTIAL
+from eqattn.kernels.nvidia import operations
+from eqattn.kernels.nvidia.hopper import GPULowering, mosaic as _mosaic
+from eqattn.kernels.nvidia.hopper.decode import Sizes
+from eqattn.kernels.nvidia.operands import COLUMNS, ROWS
+from eqattn.kernels.nvidia.plans import _together, CACHED, listed, listed_in_order, Visit
 
 
 kernels, text_of, first_visits = of("cuda")
@@ -102,7 +94,7 @@ def test_the_compiler_copies_nothing_for_them(tokens, kv_heads, monkeypatch):
     gets is theirs. The compiler is that of CPUs, and what stands in for a kernel has its operands
     and its results.
     """
-    from eqattn.kernels.gpu import _mosaic
+    from eqattn.kernels.nvidia.hopper import mosaic as _mosaic
 
     def kernel(body, out, *more, **options):
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
@@ -199,8 +191,8 @@ def test_each_thread_loads_the_numbers_of_its_pairs(diagonal, columns, monkeypat
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir.dialects import arith, llvm
 
-    from eqattn.kernels.gpu import _gathering as gathering, _mosaic
-    from eqattn.kernels.gpu._operands import WARPGROUP
+    from eqattn.kernels.nvidia.hopper import matrices as gathering, mosaic as _mosaic
+    from eqattn.kernels.nvidia.operands import WARPGROUP
 
     pairs, own = (_mosaic.layout_of(x).to_mgpu() for x in ("pairs", "own"))
     shape, of_own = (WARPGROUP, columns), list(np.ndindex(own.registers_shape((WARPGROUP,))))
@@ -308,7 +300,7 @@ def test_sizes_of_caches():
 @newest
 def test_shares_of_the_chip():
     """A long row alone is shared out; many rows are not, nor is a short one."""
-    from eqattn.kernels.gpu._stored_arrays import PROGRAMS, shares_of
+    from eqattn.kernels.nvidia.stored import PROGRAMS, shares_of
 
     sizes = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0)
 

@@ -11,7 +11,7 @@ from _kernels import check, drawn, EACH, how, judge, normal, results, wide
 from matrix import bound, oracle, oracle_masks as om
 
 from eqattn import ALiBi, attention, Causal, KeyPadding, Selected, SlidingWindow
-from eqattn._problem import listed_blocks
+from eqattn._problem import lists as listed_blocks
 from eqattn.kernels import lowering_for
 from eqattn.kernels._program import equations
 

@@ -10,7 +10,7 @@ from _caches import arrays, call, kept, seen
 from matrix import bound, oracle
 
 from eqattn import attention, Blockwise
-from eqattn._sweep.block_sizes import BlockRequest
+from eqattn._sweep.grid import BlockRequest
 from eqattn._sweep.lowering import Lowering, XLA
 from eqattn.kernels import BACKENDS, lowering_for
 

@@ -44,9 +44,9 @@ from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
 from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, ROW
 from eqattn._sweep.tokens import Tokens
-from eqattn.kernels import gpu
-from eqattn.kernels.gpu import _operands as of_gpu, GPULowering
-from eqattn.kernels.gpu.triton import TritonLowering
+from eqattn.kernels.nvidia import hopper as gpu, operands as of_gpu
+from eqattn.kernels.nvidia.hopper import GPULowering
+from eqattn.kernels.nvidia.triton import TritonLowering
 from eqattn.kernels.tpu import _operands as of_tpu
 from eqattn.kernels.tpu._grid import KernelGrid
 

@@ -50,26 +50,24 @@ from eqattn._carry import safe_max
 from eqattn._problem import block_classes
 from eqattn._problem.block_classes import choose_live_blocking
 from eqattn._problem.problem import Problem
-from eqattn._sweep.block_sizes import BlockRequest, BlockSizes
-from eqattn._sweep.grid import GridLayout
+from eqattn._sweep.grid import BlockRequest, BlockSizes, GridLayout
 from eqattn._sweep.products import dot
 from eqattn.kernels import tpu
 from eqattn.kernels.tpu import (
     _backward,
-    _backward_step as _step,
+    _backward as _step,
     _chip,
     _decode,
     _forward,
     _operands,
-    _sides,
+    _program as _sides,
     _windows,
     _work_list as _work,
     TPULowering,
 )
-from eqattn.kernels.tpu._decode_program import OwnColumns
+from eqattn.kernels.tpu._decode import OwnColumns
 from eqattn.kernels.tpu._grid import KernelGrid
-from eqattn.kernels.tpu._program import Evaluation, LOG2E, Program
-from eqattn.kernels.tpu._range import in_range
+from eqattn.kernels.tpu._program import Evaluation, in_range, LOG2E, Program
 from eqattn.kernels.tpu._work_list import in_parts
 
 

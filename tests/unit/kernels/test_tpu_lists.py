@@ -32,7 +32,7 @@ from eqattn._problem.block_classes import classes_of
 from eqattn._problem.blocking import Blocking
 from eqattn._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
 from eqattn.kernels.tpu import (
-    _forward_step as _step,
+    _forward as _step,
     _lists,
     _traverse,
     _windows,

@@ -12,16 +12,12 @@ import pytest
 from _caches import cache, call, latents, LENGTHS
 from _kernels import how, of
 
-from eqattn import (
-    attention,
-    Causal,
-)
-from eqattn._sweep.block_sizes import BlockRequest, BlockSizes
+from eqattn import attention, Causal
+from eqattn._sweep.grid import BlockRequest, BlockSizes
 from eqattn.cache import Pages
-from eqattn.kernels import gpu
-from eqattn.kernels.gpu import triton
-from eqattn.kernels.gpu.triton import _triton, TritonLowering
-from eqattn.kernels.gpu.triton._decode import Sizes
+from eqattn.kernels.nvidia import hopper as gpu, triton
+from eqattn.kernels.nvidia.triton import pallas as _triton, TritonLowering
+from eqattn.kernels.nvidia.triton.decode import Sizes
 
 
 kernels, text_of, first_visits = of("triton")

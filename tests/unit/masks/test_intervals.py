@@ -11,13 +11,11 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 from jax import lax
 
 from eqattn.masks._base import AbstractMask, Dense
-from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
+from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM, SlidingWindow
 from eqattn.masks._function import MaskFn
 from eqattn.masks._intervals.classify import _same, classify
-from eqattn.masks._padding import KeyPadding, QueryPadding
-from eqattn.masks._segments import Segments
+from eqattn.masks._segments import KeyPadding, QueryPadding, Segments
 from eqattn.masks._tree import Tree
-from eqattn.masks._window import SlidingWindow
 
 
 T, S, B, H, K = 37, 41, 2, 4, 2

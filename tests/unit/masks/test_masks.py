@@ -10,14 +10,11 @@ import pytest
 from jax import lax
 
 from eqattn import attention, Blockwise, Ragged
-from eqattn.masks._base import And, Dense, Not, Or
-from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM
+from eqattn.masks._base import And, Dense, live_blocks, Not, Or
+from eqattn.masks._causal import BlockCausal, Causal, ChunkedCausal, PrefixLM, SlidingWindow
 from eqattn.masks._function import MaskFn
-from eqattn.masks._padding import KeyPadding, QueryPadding
-from eqattn.masks._segments import Segments
-from eqattn.masks._terms import live_blocks
+from eqattn.masks._segments import KeyPadding, QueryPadding, Segments
 from eqattn.masks._tree import Tree
-from eqattn.masks._window import SlidingWindow
 
 
 T, S = 9, 11

@@ -35,8 +35,7 @@ from eqattn import (
     Zigzag,
 )
 from eqattn.cache import KVCache, RingBufferCache
-from eqattn.masks._base import block_table
-from eqattn.masks._terms import live_blocks
+from eqattn.masks._base import block_table, live_blocks
 
 
 # Two roots, in an order in which some parents come after their children.

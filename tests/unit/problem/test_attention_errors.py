@@ -26,7 +26,7 @@ from eqattn import (
     SlidingWindow,
     Zigzag,
 )
-from eqattn._problem.arguments import check_shapes
+from eqattn._problem.problem import check_shapes
 from eqattn.cache import KVCache
 from eqattn.masks import AbstractMask
 

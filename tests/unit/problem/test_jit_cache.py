@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from eqattn._closure import closure_of, function_of
-from eqattn._closure.trace import traced
-from eqattn._problem.jit_cache import cached
+from eqattn._problem.problem import cached
+from eqattn._traced import traced
 
 
 def test_equal_values_of_other_types_have_traces_of_their_own():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqattn import attention, Blockwise, Causal, Segments, SlidingWindow
-from eqattn._sweep.block_sizes import BlockRequest
+from eqattn._sweep.grid import BlockRequest
 from eqattn._sweep.lowering import XLA
 
 

@@ -5,16 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqattn import (
-    attention,
-    AttentionMetadata,
-    Blockwise,
-    Causal,
-    DenseMask,
-    MaskFn,
-    Ring,
-    ScoreFn,
-)
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, DenseMask, MaskFn, Ring, ScoreFn
 from eqattn.scores import Operand
 
 

@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, masks as m
 from eqattn._problem.blocking import choose_blocking
-from eqattn._problem.exchange import HeadExchange
 from eqattn._problem.mesh import ManualAxes
 from eqattn._problem.operands import BlockOperands
 from eqattn._problem.problem import Problem
+from eqattn._problem.shards import HeadExchange
 from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn._ring.plan import ring_plan
 from eqattn._sweep.grid import GridLayout
-from eqattn._sweep.rotation import Rotation
+from eqattn._sweep.ring import Rotation
 from eqattn._sweep.sweep import sweep, table_per_hop
 from eqattn.strategies.ring import Ring
 

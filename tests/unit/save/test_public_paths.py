@@ -20,8 +20,7 @@ import eqattn
 from eqattn import AttentionImpl, AttentionMetadata, Causal, load, masks, save, scores, Zigzag
 from eqattn._misc import Static
 from eqattn._problem.operands import BlockOperand
-from eqattn._save.describe import _path, found_at
-from eqattn._save.save import _digest, _line
+from eqattn._save import _digest, _line, _path, found_at
 
 
 class Holder(AttentionImpl):
@@ -127,7 +126,7 @@ def test_a_private_module_moves(registry, tmp_path):
     """Saved here, loaded by a copy of the package in which private modules have other names."""
     package = tmp_path / "eqattn"
     shutil.copytree(Path(eqattn.__file__).parent, package)
-    for old, new in (("scores/_soft_cap", "scores/_elsewhere"), ("masks/_causal", "masks/_order")):
+    for old, new in (("scores/_dropout", "scores/_elsewhere"), ("masks/_causal", "masks/_order")):
         (package / f"{old}.py").rename(package / f"{new}.py")
         was, now = (Path(p).name for p in (old, new))
         for path in package.rglob("*.py"):

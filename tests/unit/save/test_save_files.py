@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eqattn import AttentionMetadata, Blockwise, load, save
-from eqattn._save.save import _digest, _line
+from eqattn._save import _digest, _line
 from eqattn.scores import SoftCap
 
 

@@ -12,7 +12,7 @@ from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, 
 from eqattn._problem.problem import Problem
 from eqattn._problem.storage import Stored
 from eqattn._sweep.lowering import XLA
-from eqattn.kernels.gpu import GPULowering
+from eqattn.kernels.nvidia.hopper import GPULowering
 
 
 HEADS = 4

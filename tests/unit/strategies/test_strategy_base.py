@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from eqattn._config.metadata import AttentionMetadata
 from eqattn._config.platform import RuntimeMode
 from eqattn._output import AttentionOutput
-from eqattn._problem.arguments import choose_bias, choose_dropout_key
+from eqattn._problem.problem import choose_bias, choose_dropout_key
 from eqattn.strategies import AttentionImpl, Support
 from eqattn.strategies._registry import AttentionRegistry
 

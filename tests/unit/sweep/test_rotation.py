@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqattn._sweep.grid import COL, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
-from eqattn._sweep.rotation import Rotation
+from eqattn._sweep.ring import Rotation
 from eqattn._sweep.sweep import sweep, table_per_hop
 
 

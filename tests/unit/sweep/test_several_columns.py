@@ -21,7 +21,7 @@ from eqattn import (
 )
 from eqattn._sweep import lowering
 from eqattn._sweep.grid import GridLayout
-from eqattn._sweep.several_columns import at_columns
+from eqattn._sweep.steps import at_columns
 
 
 B, T, H, K, SIZE = 2, 130, 4, 2, 64

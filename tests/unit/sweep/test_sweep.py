@@ -13,7 +13,7 @@ from matrix import bound, oracle
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
 from eqattn._jax import jaxpr_as_fun
 from eqattn._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
-from eqattn._sweep.rotation import Rotation
+from eqattn._sweep.ring import Rotation
 from eqattn._sweep.sweep import sweep
 
 

@@ -11,8 +11,7 @@ from _programs import DEFAULT_CODE
 
 from eqattn import attention, Causal
 from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, pick, put, ROW
-from eqattn._sweep.token_pairs import by_pairs, TokenPairs
-from eqattn._sweep.tokens import Tokens
+from eqattn._sweep.tokens import by_pairs, TokenPairs, Tokens
 
 
 AT = {BATCH: 1, HEAD: 2, ROW: 3, COL: 4}

@@ -8,10 +8,8 @@ import pytest
 from eqattn import attention, AttentionMetadata, Blockwise
 from eqattn._problem.blocking import Blocking, choose_blocking
 from eqattn._problem.problem import Problem
-from eqattn._sweep.block_sizes import even_size, whole_size
-from eqattn._sweep.grid import BATCH, COL, HEAD, ROW
-from eqattn._sweep.token_pairs import joined
-from eqattn._sweep.tokens import padded
+from eqattn._sweep.grid import BATCH, COL, even_size, HEAD, ROW, whole_size
+from eqattn._sweep.tokens import joined, padded
 
 
 AXES = {ROW: (BATCH, HEAD, ROW), COL: (BATCH, HEAD, COL)}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, ScoreFn
-from eqattn._sweep.fold_step import evaluate_turned
 from eqattn._sweep.nonfinite import masked_dot
 from eqattn._sweep.products import dot
+from eqattn._sweep.steps import evaluate_turned
 
 
 KEYS, ROWS, FEATURES = 6, 4, 3

@@ -1,1 +1,0 @@
-"""Writes strategies and metadata to files, and reads them."""
