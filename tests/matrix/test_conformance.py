@@ -157,9 +157,10 @@ def test_pairwise(case):
 
 
 def test_lists_of_blocks_are_visited_where_they_lie():
-    """In cases above, as far as tracing tells; others gather their keys."""
+    """In cases above and in others of their kind, as far as tracing tells; others gather their keys."""
     jax.clear_caches()  # What a case above has traced is not traced again.
     cases = [c for c in covering(2) if (c["mask"], c["target"]) == ("selected", ("blockwise", 1))]
+    cases = [c | {"length": length} for c in cases for length in ((32, 48), (1, 23))]
     found = []
     for case in cases:
         with jax.enable_x64(True) if needs_x64(case) else contextlib.nullcontext():
