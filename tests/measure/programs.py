@@ -60,14 +60,27 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import jax
-    from matrix.cases import covering, name_of
+    from matrix.cases import covering, interpreted_on_a_gpu, name_of, of_the_tpu
     from tqdm import tqdm
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     before = json.loads(args.against.read_text()) if args.against else {}
     hashes, other = {}, []
-    for case in tqdm([*itertools.islice(covering(2), 0, None, args.every)]):
+    for case in tqdm(
+        [
+            *itertools.islice(
+                [
+                    *covering(2),
+                    *of_the_tpu(2),
+                    *interpreted_on_a_gpu(2, newest=jax.__version_info__ >= (0, 12)),
+                ],
+                0,
+                None,
+                args.every,
+            )
+        ]
+    ):
         text, name = program_of(case), name_of(case)
         hashes[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
         if before.get(name, hashes[name]) != hashes[name]:

@@ -117,7 +117,7 @@ def test_every_parameter_is_read():
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 50
     trees = {str(x.relative_to(PACKAGE)): ast.parse(x.read_text()) for x in files}
-    assert ignored(trees) == sorted(EXCEPTIONS)
+    assert sorted(ignored(trees)) == sorted(EXCEPTIONS)
 
 
 @pytest.mark.parametrize(
