@@ -10,8 +10,7 @@ import optax
 from _run import Config
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 
-from eqattn import attention
-from eqattn import Causal
+from eqattn import attention, Causal
 from eqattn.nn import rotary
 
 

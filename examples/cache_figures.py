@@ -29,11 +29,8 @@ from _run import Config
 from _text import read_documents, split, windows_at
 from jaxtyping import Array, Float, UInt8
 
-from eqattn import AttentionMetadata
-from eqattn import Blockwise
-from eqattn.cache import AbstractCache
-from eqattn.cache import KVCache
-from eqattn.cache import QuantizedKVCache
+from eqattn import AttentionMetadata, Blockwise
+from eqattn.cache import AbstractCache, KVCache, QuantizedKVCache
 
 
 def empty(kind: type, config: Config, rows: int, capacity: int, dtype: str) -> tuple:

@@ -22,15 +22,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 from tqdm import tqdm
 
-from eqattn import ALiBi
-from eqattn import attention
-from eqattn import AttentionMetadata
-from eqattn import Blockwise
-from eqattn import Causal
-from eqattn import MaskFn
-from eqattn import ScoreFn
-from eqattn import Segments
-from eqattn import SlidingWindow
+from eqattn import (
+    ALiBi,
+    attention,
+    AttentionMetadata,
+    Blockwise,
+    Causal,
+    MaskFn,
+    ScoreFn,
+    Segments,
+    SlidingWindow,
+)
 from eqattn.masks import AbstractMask
 from eqattn.scores import Operand
 

@@ -28,11 +28,7 @@ from _run import Config, load, resolve
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
 from tqdm import tqdm
 
-from eqattn import attention
-from eqattn import AttentionMetadata
-from eqattn import Blockwise
-from eqattn import Causal
-from eqattn import Ragged
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, Ragged
 from eqattn.cache import PagedKVCache
 
 

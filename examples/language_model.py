@@ -35,8 +35,7 @@ from _text import read_documents, split, windows_at
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt8
 from tqdm import tqdm
 
-from eqattn import AttentionMetadata
-from eqattn import AttentionRegistry
+from eqattn import AttentionMetadata, AttentionRegistry
 
 
 # Training --------------------------------------------------------------------------------------

@@ -27,10 +27,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from tqdm import tqdm
 
-from eqattn import AttentionMetadata
-from eqattn import Dense
-from eqattn.nn import MultiheadAttention
-from eqattn.nn import with_strategy
+from eqattn import AttentionMetadata, Dense
+from eqattn.nn import MultiheadAttention, with_strategy
 
 
 LENGTH, SAMPLES, WRONG = 32, 256, 8

@@ -100,12 +100,7 @@ def train(options: argparse.Namespace, quiet: bool) -> list[float]:
     from jax.sharding import NamedSharding, PartitionSpec as P
     from tqdm import tqdm
 
-    from eqattn import AttentionMetadata
-    from eqattn import Blockwise
-    from eqattn import Contiguous
-    from eqattn import Ring
-    from eqattn import ring_mesh
-    from eqattn import Zigzag
+    from eqattn import AttentionMetadata, Blockwise, Contiguous, Ring, ring_mesh, Zigzag
 
     n = jax.device_count()
     mesh = ring_mesh("sp")

@@ -31,8 +31,7 @@ from scipy.special import erf
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from eqattn import KeyPadding
-from eqattn import Segments
+from eqattn import KeyPadding, Segments
 from eqattn.nn import MultiheadAttention
 
 

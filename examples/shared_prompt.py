@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
-from eqattn.cache import LatentKVCache
-from eqattn.cache import PagedKVCache
-from eqattn.nn import LatentAttention
-from eqattn.nn import Rotary
+from eqattn.cache import LatentKVCache, PagedKVCache
+from eqattn.nn import LatentAttention, Rotary
 
 
 LAYERS, WIDTH, HEADS, PAGE = 2, 64, 4, 16

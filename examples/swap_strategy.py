@@ -26,11 +26,8 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray, UInt8
 from tqdm import tqdm
 
-from eqattn import AttentionMetadata
-from eqattn import Blockwise
-from eqattn import Dense
-from eqattn.nn import from_equinox
-from eqattn.nn import with_strategy
+from eqattn import AttentionMetadata, Blockwise, Dense
+from eqattn.nn import from_equinox, with_strategy
 
 
 # The model, as anyone might have written it ----------------------------------------------------

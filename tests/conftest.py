@@ -6,7 +6,6 @@ import gc
 import importlib.metadata
 import os
 import pathlib
-import zlib
 
 
 # Many small programs on a small machine: threads and optimisation cost more than they give. Set
@@ -73,20 +72,16 @@ def forget_programs():
     forget_context()
 
 
-# Their many cases call the same functions with the same types.
-MATRICES = ("matrix", "kernels", "ring")
+# Their many cases call the same functions with the same types, of which checking takes a tenth to a
+# fifth of the time. The tests of other folders check them.
+UNCHECKED = [pathlib.Path(__file__).parent / name for name in ("matrix", "unit/kernels", "unit/ring")]
 
 
 @pytest.fixture(autouse=True)
-def some_types(request):
-    """Types are checked in every test but five of six cases, where checking takes a tenth to a
-    fifth of the time: in the matrices, and of functions with several cases in other folders. With
-    `EQATTN_TYPES=all` they are checked in each of these, too.
-    """
-    room, several = request.path.parent.name, hasattr(request.node, "callspec")
-    many = room in MATRICES or several and room != "tests"
-    spared = many and os.environ.get("EQATTN_TYPES") != "all"
-    if not (spared and zlib.crc32(request.node.name.encode()) % 6):
+def types(request):
+    """Types are checked in all tests but those of some folders; with `EQATTN_TYPES=all`, there too."""
+    spared = any(folder in request.path.parents for folder in UNCHECKED)
+    if not spared or os.environ.get("EQATTN_TYPES") == "all":
         yield
         return
     config.update("jaxtyping_disable", True)

@@ -43,7 +43,7 @@ def _with_remedies(call: _Call) -> _Call:
 
 
 @_with_remedies
-def attention(
+def attention(  # noqa: PLR0913 (one argument for each option of a call)
     query: Float[Array, "*b t h d"],
     key_: Float[Array | AbstractStored, "*b s k d"],
     value: Float[Array | AbstractStored, "*b s k v"],

@@ -50,7 +50,7 @@ class _Groups(NamedTuple):
 
 
 @on_auto_axes
-def cascade_attention(
+def cascade_attention(  # noqa: PLR0913 (one argument for each option of a call)
     query: Float[Array, "b t h d"],
     cache: AbstractCache,
     strategy: AttentionImpl = Ragged(),

@@ -39,7 +39,7 @@ from .packing import (
 
 
 @on_auto_axes
-def ragged_attention(
+def ragged_attention(  # noqa: PLR0913 (one argument for each option of a call)
     query: Float[Array, "n h d"],
     key_: Float[Array | AbstractStored, "b s k d"],
     value: Float[Array | AbstractStored, "b s k v"],

@@ -232,7 +232,7 @@ class AttentionMetadata(eqx.Module):
     logits_soft_cap: float | Float[Array, ""] | None = eqx.field(default=None, converter=_leaf)
     softmax_aux: Float[Array, "..."] | None = eqx.field(default=None, converter=_leaf)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the seeds' fields)
         self,
         runtime_dtype: Any = NOT_GIVEN,
         runtime_softmax_dtype: Any = NOT_GIVEN,

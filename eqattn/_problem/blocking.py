@@ -308,7 +308,7 @@ def check_open_length(name: str, n: Any, field: str, block: int | None, parts: i
         )
 
 
-def choose_blocking(
+def choose_blocking(  # noqa: PLR0913 (what a call gives, each checked here)
     problem: Problem,
     block_q: int | None,
     block_k: int | None,

@@ -193,7 +193,7 @@ def _with_lookups(
     return problem, with_differences(with_tables(problem) if tables else problem)
 
 
-def _visited(
+def _visited(  # noqa: PLR0913 (what a call gives, each checked here)
     visit: Callable[..., list[Array]],
     count: int,
     joined: Sequence[BlockOperand],

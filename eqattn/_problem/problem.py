@@ -401,7 +401,7 @@ class Problem(eqx.Module):
     h_indices: Any = None
 
     @classmethod
-    def from_call(
+    def from_call(  # noqa: PLR0913 (what a call gives, each checked here)
         cls,
         query: Any,
         key: Any,

@@ -109,7 +109,7 @@ class _Machine:
         return sent / (self.bandwidth * self.links) + self.latency * steps
 
 
-def sharding_plan(
+def sharding_plan(  # noqa: PLR0913 (one argument for each figure of the plan)
     tokens: int,
     devices: int,
     *,

@@ -243,7 +243,7 @@ def _balance(work: np.ndarray) -> float:
     return float(work.max() / work.mean()) if work.any() else 1.0
 
 
-def ring_plan(
+def ring_plan(  # noqa: PLR0913 (one argument for each figure of the plan)
     tokens: int,
     devices: int,
     *,

@@ -38,7 +38,7 @@ from .sweep import (
 )
 
 
-def fold(
+def fold(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     logits: dict[int, Callable],
     operands: Sequence,
     values: dict[int, Callable],
@@ -109,7 +109,7 @@ def with_tables_of_hops(
     return operands, (*in_axes, *[()] * len(consts)), ring
 
 
-def fold_arguments(
+def fold_arguments(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     logits: dict[int, Callable],
     operands: Sequence,
     values: dict[int, Callable],
@@ -139,7 +139,7 @@ def fold_arguments(
     return args, dict(visits=visits, values=weigh, layout=layout, products=products)
 
 
-def execute(
+def execute(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     *args,
     visits,
     values,
@@ -251,7 +251,7 @@ def operand_dtypes(visits: tuple, values: tuple, layout: GridLayout) -> list:
     return [a.dtype for a in (*visits[0][1].in_avals, *own)]
 
 
-def tangent_arguments(
+def tangent_arguments(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     primals: Sequence,
     moved: dict[int, Any],
     origin: Array,

@@ -292,7 +292,7 @@ class _RowVisit:
         return (column == self.layout.grid[COL] - 1).astype(jnp.int32)
 
 
-def traverse(
+def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     steps: dict[int, Callable],
     layout: GridLayout,
     args: Sequence,
@@ -373,7 +373,7 @@ def traverse(
     return [x.blocks(layout) if placed(x) else whole(x, a) for x, a in zip(found, axes)]
 
 
-def _looped(
+def _looped(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     steps: dict[int, Callable],
     layout: GridLayout,
     table: Any,

@@ -72,7 +72,7 @@ def _some_greatest(values: Array, places: Array, count: int) -> tuple[Array, Arr
     return lax.cond(known.all(), lambda: found, lambda: greatest(values, places, count))
 
 
-def top(
+def top(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     logits: dict[int, Callable],
     operands: Sequence,
     layout: GridLayout,
@@ -122,7 +122,7 @@ def top(
     )
 
 
-def execute(
+def execute(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     *args, visits, layout, out_axes, count, place, ordered, vectorise, traverse, finishes=False
 ) -> list:
     """Evaluates the visit that `select_lowering` chose."""

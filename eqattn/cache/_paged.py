@@ -246,7 +246,7 @@ class PagedKVCache(AbstractCache):
         self.table, self.length, self.devices = table, length, as_size(devices, "devices", 1)
 
     @classmethod
-    def empty(
+    def empty(  # noqa: PLR0913 (one argument for each size of the cache)
         cls,
         batch: int,
         capacity: int,

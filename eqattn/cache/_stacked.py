@@ -214,7 +214,7 @@ class StackedPagedKVCache(eqx.Module):
     devices: int = eqx.field(static=True, default=1)
 
     @classmethod
-    def empty(
+    def empty(  # noqa: PLR0913 (one argument for each size of the cache)
         cls,
         layers: int,
         batch: int,

@@ -61,7 +61,7 @@ def dot_product_attention(
 ) -> tuple[Float[Array, "*q t n h"], Float[Array, "*q t n"]]: ...
 
 
-def dot_product_attention(
+def dot_product_attention(  # noqa: PLR0913 (the other library's signature)
     query: Float[ArrayLike, "*q t n h"],
     key: Float[ArrayLike, "*b s k h"],
     value: Float[ArrayLike, "*b s k h"],

@@ -237,7 +237,7 @@ class AbstractMask(eqx.Module):
         return Sparsity(empty, partial, full, visible)
 
 
-def block_table(
+def block_table(  # noqa: PLR0913 (the options of a table of blocks)
     mask: AbstractMask,
     t: int,
     s: int,

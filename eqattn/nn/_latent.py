@@ -105,7 +105,7 @@ class LatentAttention(eqx.Module):
     qk_rope_head_dim: int = eqx.field(static=True)
     v_head_dim: int = eqx.field(static=True)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one argument for each option of the layer)
         self,
         num_heads: int,
         hidden_size: int,
@@ -221,7 +221,7 @@ class LatentAttention(eqx.Module):
     def __call__(self, *args: Any, return_max_logits: Literal[True], **kwargs: Any) -> Any: ...
 
     @jax.named_scope("eqattn.nn.LatentAttention")
-    def __call__(
+    def __call__(  # noqa: PLR0913 (one argument for each option of the layer)
         self,
         x: Float[Array, "*b t hidden_size"],
         mask: Any = None,

@@ -94,7 +94,7 @@ class MultiheadAttention(eqx.Module):
     num_kv_heads: int = eqx.field(static=True)
     window: tuple[int | None, int | None] | None = eqx.field(static=True)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one argument for each option of the layer)
         self,
         num_heads: int,
         query_size: int,
@@ -266,7 +266,7 @@ class MultiheadAttention(eqx.Module):
     def __call__(self, *args: Any, return_max_logits: bool, **kwargs: Any) -> Any: ...
 
     @jax.named_scope("eqattn.nn.MultiheadAttention")
-    def __call__(
+    def __call__(  # noqa: PLR0913 (one argument for each option of the layer)
         self,
         query: Float[Array, "*b t query_size"],
         key_: Float[Array, "*b s key_size"] | None = None,

@@ -316,7 +316,7 @@ def _options(mask, bias, score, q_offset, q_positions, kv_positions) -> dict[str
     return dict(mask=mask, bias=bias, score=score, **where)
 
 
-def expectation(
+def expectation(  # noqa: PLR0913 (the options of the call whose weights are meant)
     fn: Callable[..., Any] | AbstractScore,
     query: Float[Array, "*b t h d"],
     key_: Float[Array | AbstractStored, "*b s k d"],
@@ -357,7 +357,7 @@ def expectation(
     return Call(query, key_, strategy, options, logsumexp).sum(fn)
 
 
-def entropy(
+def entropy(  # noqa: PLR0913 (the options of the call whose weights are meant)
     query: Float[Array, "*b t h d"],
     key_: Float[Array | AbstractStored, "*b s k d"],
     strategy: AttentionImpl | None = None,
@@ -391,7 +391,7 @@ def entropy(
     return jnp.where(seen, call.share(logsumexp) * (call.with_sinks(safe) - mean), 0)
 
 
-def effective_window(
+def effective_window(  # noqa: PLR0913 (the options of the call whose weights are meant)
     query: Float[Array, "*b t h d"],
     key_: Float[Array | AbstractStored, "*b s k d"],
     strategy: AttentionImpl | None = None,
@@ -418,7 +418,7 @@ def effective_window(
     return jnp.where(logsumexp != -jnp.inf, 1 + 2 * mean, 0)
 
 
-def mass(
+def mass(  # noqa: PLR0913 (the options of the call whose weights are meant)
     query: Float[Array, "*b t h d"],
     key_: Float[Array | AbstractStored, "*b s k d"],
     strategy: AttentionImpl | None = None,

@@ -57,7 +57,7 @@ class TopKeys(eqx.Module):
         return TopKeys(*greatest(values, indices, self.values.shape[-1]))
 
 
-def top_keys(
+def top_keys(  # noqa: PLR0913 (the options of the call whose weights are meant)
     query: Float[Array, "*b t h d"],
     key_: Float[Array | AbstractStored, "*b s k d"],
     n: int,

@@ -150,7 +150,7 @@ class AttentionImpl(eqx.Module):
         """**Returns:** the name, or names, under which the class is registered."""
 
     @abc.abstractmethod
-    def forward_native(
+    def forward_native(  # noqa: PLR0913 (the seeds' forward and its options)
         self,
         q: Float[Array, "*b t h d"],
         k: Float[Array, "*b s k d"],
@@ -198,7 +198,7 @@ class AttentionImpl(eqx.Module):
         """Runs on CPUs: `forward_native`, unless a strategy has its own."""
         return self.forward_native(*args, **kwargs)
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 (the seeds' forward and its options)
         self,
         query: Float[Array, "*b t h d"],
         key_: Float[Array | AbstractStored, "*b s k d"],

@@ -218,7 +218,7 @@ def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Ca
 
 @compiled  # outside of `jax.jit`, JAX cannot look at known arrays inside of a `shard_map`
 @cached
-def fold_sharded(
+def fold_sharded(  # noqa: PLR0913 (the seeds' forward and its options)
     problem: Problem, *, block_q, block_k, place, manual, unroll, fused, lowering, fixed
 ) -> Carry:
     """Folds a problem whose tokens are sharded over devices as `place`, a `SequenceSharding`, says.

@@ -368,7 +368,7 @@ class AbstractFoldStrategy(AttentionImpl):
                 "element at a time; leave it None or 1."
             )
 
-    def forward_native(
+    def forward_native(  # noqa: PLR0913 (the seeds' forward and its options)
         self,
         q: Array,
         k: Array | AbstractStored,

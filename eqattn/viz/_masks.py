@@ -47,7 +47,7 @@ def _title(mask: AbstractMask) -> str:
     return text if len(text) <= 56 else text[:55] + "\u2026"
 
 
-def plot_mask(
+def plot_mask(  # noqa: PLR0913 (the options of the picture)
     mask: Any,
     t: int,
     s: int | None = None,
@@ -116,7 +116,7 @@ def plot_mask(
     return ax
 
 
-def _table(mask, t, s, block_q, block_k, batch_shape, heads, batch, head) -> np.ndarray:
+def _table(mask, t, s, block_q, block_k, batch_shape, heads, batch, head) -> np.ndarray:  # noqa: PLR0913 (the options of the picture)
     whole = _tables(mask, t, s, block_q, block_k, batch_shape, heads)
     return matrix(whole, batch, head, "the mask's axes")
 
@@ -137,7 +137,7 @@ def _leading(batch_shape: Sequence[int], heads: int) -> tuple[int, int]:
     return math.prod(as_size(n, "batch_shape", least=1) for n in batch_shape), heads
 
 
-def plot_blocks(
+def plot_blocks(  # noqa: PLR0913 (the options of the picture)
     mask: Any,
     t: int,
     s: int | None = None,

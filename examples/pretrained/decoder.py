@@ -11,14 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqattn import Causal
-from eqattn import Segments
-from eqattn.cache import KVCache
-from eqattn.cache import LatentKVCache
-from eqattn.cache import QuantizedKVCache
-from eqattn.cache import RingBufferCache
-from eqattn.nn import LatentAttention
-from eqattn.nn import MultiheadAttention
+from eqattn import Causal, Segments
+from eqattn.cache import KVCache, LatentKVCache, QuantizedKVCache, RingBufferCache
+from eqattn.nn import LatentAttention, MultiheadAttention
 
 from .layers import along_rows, Experts, linear, MLP
 from .spec import Layer, Spec

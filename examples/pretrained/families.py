@@ -10,10 +10,7 @@ from typing import Any
 
 import equinox as eqx
 
-from eqattn.nn import LinearScaling
-from eqattn.nn import Llama3Scaling
-from eqattn.nn import Rotary
-from eqattn.nn import YaRNScaling
+from eqattn.nn import LinearScaling, Llama3Scaling, Rotary, YaRNScaling
 
 from .spec import Latent, Layer, Mixture, Spec
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqattn.nn import LatentAttention
-from eqattn.nn import MultiheadAttention
+from eqattn.nn import LatentAttention, MultiheadAttention
 
 from .decoder import Decoder
 

@@ -14,15 +14,12 @@ import numpy as np
 from . import bound, oracle_dropout as od, oracle_masks as om
 from .cases import Case, name_of
 from .kept import is_cascade, Kept, kept, numbers_of_eight_bits, offset_of, rows_of
+from .masks import Draw, MASKS, VISITED
 from .oracle import Problem
 
 
 Q_OFFSET = 3
 DROPOUT_SEED = 7
-VISITED = (
-    6,
-    8,
-)  # The sizes of listed blocks that are visited where they lie, however small they are.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,106 +102,6 @@ def bias_shape(kind: str, lead, h, t, s):
     }[kind]
 
 
-def make_mask(kind: str, rng, lead, heads, t, s, offset: int, visited: bool):
-    """The library's mask and the oracle's. `visited` says whether a list is one of blocks that are
-    visited where they lie.
-    """
-    from eqattn import masks as m
-
-    b, (h, kv) = int(np.prod(lead)), heads
-
-    def per_batch(low, high):
-        x = rng.integers(low, high, lead, dtype=np.int32)
-        return jnp.asarray(x), x.reshape(b)
-
-    def ids(n):
-        x = np.sort(rng.integers(-1, 3, (*lead, n)), -1).astype(np.int32)
-        return jnp.asarray(x), x.reshape(b, n)
-
-    if kind == "none":
-        return None, None
-    if kind == "causal":
-        return m.Causal(), om.causal(t, s, 0, offset)
-    if kind == "causal_offset":
-        shift = s - t if s != t else 2
-        return m.Causal(shift), om.causal(t, s, shift, offset)
-    if kind == "window":
-        return m.SlidingWindow(5, 2), om.window(t, s, 5, 2, 0, offset)
-    if kind == "window_sinks":
-        return m.SlidingWindow(3, 1, sinks=2), om.window(t, s, 3, 1, 2, offset)
-    if kind == "segments":
-        (q_ids, q_plain), (kv_ids, kv_plain) = ids(t), ids(s)
-        return m.Segments(q_ids, kv_ids), om.segments(q_plain, kv_plain)
-    if kind == "lengths":
-        ends, plain = per_batch(0, s + 1)
-        return m.KeyPadding(ends), om.lengths(t, s, plain)
-    if kind == "starts":
-        (starts, low), (ends, high) = per_batch(0, s // 2 + 1), per_batch(s // 2, s + 1)
-        return m.KeyPadding(ends, starts), om.lengths(t, s, high, low)
-    if kind == "prefix":
-        prefix, plain = per_batch(0, s // 2 + 1)
-        return m.PrefixLM(prefix), om.prefix_lm(t, s, plain, offset)
-    if kind == "block_causal":
-        return m.BlockCausal(4), om.block_causal(t, s, 4, offset)
-    if kind == "chunked_causal":
-        return m.ChunkedCausal(5), om.chunked_causal(t, s, 5, offset)
-    if kind == "tree":
-        parents = tree_of(t, rng)
-        return m.Tree(jnp.asarray(parents), start=s - t), om.tree(t, s, parents, s - t)
-    if kind == "selected":
-        # A list for each head and query, or of blocks, for each head and query or for blocks of
-        # queries and all heads or each.
-        forms = (h, 1, 1), (1, 3, 4), (h, t, 3), (h, 1, VISITED[1]), (1, *VISITED), (kv, *VISITED)
-        forms = forms[3:] if visited else forms
-        all_heads, block_q, block_k = forms[int(rng.integers(len(forms)))]
-        blocks = -(-s // block_k)
-        shape = (*lead, all_heads, -(-t // block_q), min(blocks, 5))
-        listed = rng.integers(-1, blocks, shape, dtype=np.int32)
-        plain = om.selected(t, s, listed.reshape(b, *shape[-3:]), block_q, block_k)
-        if all_heads == kv:  # the query heads of a key head have its list
-            plain = np.repeat(plain, h // kv, 1)
-        mask = m.Selected(jnp.asarray(listed), block_q, block_k)
-        if rng.integers(2):
-            return m.Causal() & mask, plain & om.causal(t, s, 0, offset)
-        return m.SlidingWindow(1, 0) | mask, plain | om.window(t, s, 1, 0, 0, offset)
-    if kind == "neighbourhood":
-        shape, tile, window = (max(s // 5, 3), 5), (2, 3), (3, 3)
-        mask = m.Neighbourhood(m.TileOrder(shape, tile), window)
-        return mask, om.neighbourhood(t, s, shape, tile, window, offset)
-    if kind == "queries":
-        ends, plain = per_batch(0, t + 1)
-        return m.QueryPadding(ends), om.query_lengths(t, s, plain, offset)
-    if kind == "function":
-        shown = lambda b, h, q, k: (3 * q + k + b + 2 * h) % 5 > 1
-        return m.MaskFn(shown), om.function(b, h, t, s, offset)
-    if kind == "table":
-        seen = rng.random((4, 5)) < 0.6
-        mask = m.MaskFn(functools.partial(seen_in, jnp.asarray(seen)))
-        return mask, om.of_places(t, s, seen, (5, 4), offset)
-    if kind == "dense":
-        x = rng.random((*lead, h, t, s)) < 0.6
-        return m.Dense(jnp.asarray(x)), x.reshape(b, h, t, s)
-    if kind == "array":
-        x = rng.random((*lead, 1, t, s)) < 0.6
-        return jnp.asarray(x), x.reshape(b, 1, t, s)
-    if kind == "and":
-        (q_ids, q_plain), (kv_ids, kv_plain) = ids(t), ids(s)
-        ends, plain = per_batch(0, s + 1)
-        mask = m.Causal() & m.Segments(q_ids, kv_ids) & m.KeyPadding(ends)
-        return mask, om.causal(t, s, 0, offset) & om.segments(q_plain, kv_plain) & om.lengths(
-            t, s, plain
-        )
-    if kind == "or":
-        ends, plain = per_batch(0, s + 1)
-        return m.SlidingWindow(2, 0) | m.KeyPadding(ends), om.window(
-            t, s, 2, 0, 0, offset
-        ) | om.lengths(t, s, plain)
-    if kind == "not":
-        mask = ~m.SlidingWindow(2, 1) & m.BlockCausal(8)
-        return mask, ~om.window(t, s, 2, 1, 0, offset) & om.block_causal(t, s, 8, offset)
-    raise AssertionError(kind)
-
-
 def visits_listed_blocks(mask) -> bool:
     """Whether a mask lists blocks that are to be visited where they lie."""
     from eqattn import Selected
@@ -213,20 +110,7 @@ def visits_listed_blocks(mask) -> bool:
     return any(isinstance(x, Selected) and x.block_k == VISITED[1] for x in terms)
 
 
-def seen_in(table, b, h, q, k):
-    return table[q // 5, k // 4]
-
-
-def tree_of(n: int, rng) -> np.ndarray:
-    """The parents of a random forest, whose nodes stand in any order."""
-    parents = np.array([rng.integers(-1, i) if i else -1 for i in range(n)], np.int32)
-    at = rng.permutation(n).astype(np.int32)
-    shuffled = np.empty(n, np.int32)
-    shuffled[at] = np.where(parents < 0, -1, at[parents])
-    return shuffled
-
-
-def build(case: Case) -> Built:
+def build(case: Case) -> Built:  # noqa: C901 (each axis of a case)
     """Call under `jax.enable_x64` for cases that `needs_x64`."""
     rng = np.random.default_rng(zlib.crc32(name_of(case).encode()))
     (t, s), (h, kv), (d, dv), lead = case["length"], case["heads"], case["dims"], rows_of(case)
@@ -283,7 +167,7 @@ def build(case: Case) -> Built:
         offset = (jnp if case["offset"] == "array" else np).full(b, first, np.int32)
     shift = 0 if first is None else first
     visited = case["target"][0] == "blockwise"  # the others gather what some of their lists name
-    mask, visible = make_mask(case["mask"], rng, lead, (h, kv), t, s, shift, visited)
+    mask, visible = MASKS[case["mask"]](Draw(rng, lead, h, kv, t, s, shift, visited))
 
     if store.visible is not None:
         visible = store.visible if visible is None else visible & store.visible

@@ -11,25 +11,11 @@ import functools
 import itertools
 import random
 
+from .masks import MASKS, RARE
+
 
 AXES: dict[str, tuple] = {
-    "mask": (
-        "none",
-        "causal",
-        "window",
-        "window_sinks",
-        "segments",
-        "lengths",
-        "prefix",
-        "block_causal",
-        "chunked_causal",
-        "tree",
-        "selected",
-        "dense",
-        "and",
-        "or",
-        "not",
-    ),
+    "mask": tuple(name for name in MASKS if name not in RARE),
     "length": ((16, 16), (1, 1), (1, 23), (24, 0), (7, 13), (13, 7), (37, 37), (32, 48), (61, 67)),
     "transform": (
         "jit",
@@ -76,10 +62,7 @@ MORE: dict[str, tuple] = {
         *(("cascade", 1), ("cascade_latent", 1), ("cascade_int8", 1)),
         *(("int8", 1), ("ring_buffer", 1)),
     ),
-    "mask": (
-        *("causal_offset", "starts", "array"),
-        *("neighbourhood", "function", "queries", "table"),
-    ),
+    "mask": tuple(RARE),
     # A user's own bias, which reads a table by the query and by the key.
     "score": ("table",),
 }

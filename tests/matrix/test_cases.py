@@ -12,8 +12,8 @@ import eqattn
 from eqattn import AttentionImpl, cache, masks, scores, strategies
 from eqattn.masks._base import leaf_terms
 
-from .build import make_mask
 from .cases import AXES, covering, invalid, MORE, name_of
+from .masks import Draw, MASKS
 
 
 def test_pairwise_covers_every_valid_pair():
@@ -75,9 +75,9 @@ def test_every_class_is_exported_and_on_its_page(room):
 
 def test_every_mask_and_strategy_is_on_its_axis():
     """Scores are made where the library is called: `ScoreFn`, `ALiBi` and `T5Bias`."""
-    sizes = (2,), (2, 2), 16, 16, 0, False
+    sizes = (2,), 2, 2, 16, 16, 0, False
     kinds = AXES["mask"] + MORE["mask"]
-    made = [make_mask(kind, np.random.default_rng(0), *sizes)[0] for kind in kinds]
+    made = [MASKS[kind](Draw(np.random.default_rng(0), *sizes))[0] for kind in kinds]
     terms = [leaf_terms(x) for x in made if isinstance(x, masks.AbstractMask)]
     made = {type(term).__name__ for some in terms for term in some}
     assert {cls.__name__ for cls in classes_of("masks")} - made == {"And", "Or", "Not"}

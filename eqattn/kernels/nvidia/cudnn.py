@@ -207,7 +207,7 @@ class CuDNNLowering(Lowering):
         del jaxpr, is_mask
         return "is no bias"
 
-    def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:
+    def unsupported_features(self, features: Mapping[str, Any], metadata: Any) -> str:  # noqa: C901 (one branch for each refusal)
         for name, reason in _RESULTS.items():
             if features.get(name):
                 return f"{name}: {reason}"

@@ -325,7 +325,7 @@ class Run:
         xs = [self.times(x, factor if y else other, given) for x, y in zip(eqn.invars, scaled)]
         return evaluated(eqn, xs, self.sizes, self.native)
 
-    def times(self, v: Any, factor: Any, given: dict[Any, int]) -> Value:
+    def times(self, v: Any, factor: Any, given: dict[Any, int]) -> Value:  # noqa: C901 (one branch for each operation)
         """A value times a factor, which meets other factors where it costs no product per pair.
 
         **Arguments:**

@@ -88,7 +88,7 @@ def values_in(closed: Any) -> Pieces:
     return _pieces(jaxpr, jaxpr.outvars[0])
 
 
-def _pieces(jaxpr: Any, v: Any) -> Pieces:
+def _pieces(jaxpr: Any, v: Any) -> Pieces:  # noqa: C901 (one branch for each operation)
     made_by = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
     arguments = {x: i for i, x in enumerate(jaxpr.invars)}
 
@@ -446,7 +446,7 @@ def _merged(num: Any, den: Any, top: Any) -> list:
     return complete((num * scale[..., None]).sum(0), (den * scale).sum(0), most, -1)
 
 
-def traverse_stored(
+def traverse_stored(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable[..., Any]],
     layout: GridLayout,
     args: Sequence[Any],

@@ -213,7 +213,7 @@ class SumProgram(BlockProgram):
         return i if direct and reads[i] else None
 
 
-def by_kernels(
+def by_kernels(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     forms: dict[type[SumProgram], tuple[Callable[..., Any], Callable[..., Any]]],
     native: Native,
     layout: GridLayout,

@@ -646,7 +646,7 @@ class _Sum:
                     ref[where] = y.reshape(self.results[i].block)
 
 
-def _plan(
+def _plan(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable],
     layout: GridLayout,
     args: Sequence,
@@ -730,7 +730,7 @@ def _heads_of(block: Any, axes: tuple[int, ...], flipped: bool, layout: GridLayo
     return heads_of_rows(layout) if vectors and axes[-1:] == (ROW,) else 1
 
 
-def visit_sum(
+def visit_sum(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable],
     layout: GridLayout,
     args: Sequence,

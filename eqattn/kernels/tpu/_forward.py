@@ -306,7 +306,7 @@ class FoldStepBody:
             yield self.den, p.sum(0, keepdims=True)
 
 
-def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = None) -> None:
+def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = None) -> None:  # noqa: C901 (one branch for each form of the step)
     """Runs the form of a step that suits the pair and the one before it, both packed.
 
     The heads of `bodies` have the same pairs, and nothing of one waits for another.
@@ -492,7 +492,7 @@ class _Fold:
         nbytes += self.grid.abreast * sum(x.nbytes for x in self.given)
         return nbytes + self.grid.abreast * sum(2 * nbytes_of(x.shape, x.dtype) for x in self.outs)
 
-    def kernel(self, work_ref: Any, *refs: Any) -> None:
+    def kernel(self, work_ref: Any, *refs: Any) -> None:  # noqa: C901 (one branch for each form of the step)
         """One step: the logits of its pair, what the pair before adds, and the ends of rows."""
         grid, form, start = self.grid, self.form, self.start
         tables, others = split_at(refs, len(form.layout.lookups))

@@ -484,7 +484,7 @@ class Evaluation(Diagonals):
             self.done[v, flip] = self.at(None)._value(v, flip)
         return self.done[v, flip]
 
-    def _value(self, v: Any, flip: bool) -> Any:
+    def _value(self, v: Any, flip: bool) -> Any:  # noqa: C901 (one branch for each operation)
         if v in self.load:
             load, lies = self.load[v]
             return load() if lies == flip else self._turn(v, flip)

@@ -78,7 +78,7 @@ def _reading(closed: Any, matrices: dict[int, tuple[int, ...]]) -> Any:
     return replaced_jaxpr(closed, shapes, evaluate)
 
 
-def traverse(
+def traverse(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable[..., Any]],
     layout: GridLayout,
     args: Sequence[Any],

@@ -48,7 +48,7 @@ _POSITION = np.dtype(np.int32)
 _HOST_ELEMENTS = 2**14
 
 
-def classify(
+def classify(  # noqa: PLR0913 (the options of a table of blocks)
     mask: Any,
     *,
     batch_shape: Sequence[int],
@@ -300,7 +300,7 @@ def _division(eqn, ins, function, rule) -> Interval | None:
     return None if a is None or n is None else rule(out.aval.dtype, a, n)
 
 
-def _same(left, right) -> bool:
+def _same(left, right) -> bool:  # noqa: C901 (one branch for each kind of value)
     """Whether two jaxprs are the same computation, up to the names of their variables.
 
     `twin` maps each variable of the left one to its partner on the right. Both are walked through

@@ -210,7 +210,7 @@ def draw_steps(rng: np.random.Generator, config: Config, n: int) -> list[Step]:
     return steps
 
 
-def draw_call(rng, config: Config, history: History, t: int, counts: list[int]) -> dict[str, Any]:
+def draw_call(rng, config: Config, history: History, t: int, counts: list[int]) -> dict[str, Any]:  # noqa: C901 (a switch over kinds)
     """A call of attention after an append."""
     after = History([list(x) for x in history.rows], list(history.lengths), history.wraps)
     after.append(-1, counts)

@@ -66,7 +66,7 @@ def block_classes(array, heads, kv_heads, block_q, block_k):
 
 
 @st.composite
-def masks(draw, wide=False):
+def masks(draw, wide=False):  # noqa: C901 (a switch over kinds)
     """`(source, row_ids, col_ids, tables, q_positions, kv_positions)`."""
     ints = INTS + (WIDE["int"] if wide else [])
     floats = FLOATS + (WIDE["float"] if wide else [])
@@ -116,7 +116,7 @@ def masks(draw, wide=False):
         value = draw(st.integers(low, 9) | st.sampled_from([info.min, info.max, info.max // 3]))
         return f"np.{dtype}({value})"
 
-    def expression(dtype, depth):
+    def expression(dtype, depth):  # noqa: C901 (a switch over kinds)
         sub = lambda d=dtype: expression(d, depth - 1)
         other = lambda pool: draw(st.sampled_from(pool))
         if depth <= 0 or draw(st.integers(0, 9)) == 0:

@@ -180,7 +180,7 @@ WHERE = "explicit", "own", "own checked", "own of all axes", "vmap", "eager", "i
 @pytest.mark.parametrize(
     "where", [*(pytest.param(x, marks=pytest.mark.slow) for x in WHERE), "mixed"]
 )
-def test_lists_wherever_axes_are(where):
+def test_lists_wherever_axes_are(where):  # noqa: C901 (a switch over kinds)
     """Axes of explicit meshes, automatic ones beside an explicit one that shards nothing, a `jax.shard_map` of the caller's, over all axes or next to some that
     are automatic, calls for one batch element under `jax.vmap`, calls outside of `jax.jit`, and
     sharded tokens. No list and no gradient of listed keys travels, but for axes that are automatic

@@ -40,7 +40,7 @@ def traverse(
     return called(run, interpreted, *args, *before)
 
 
-def traverse_sum(
+def traverse_sum(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable[..., Any]],
     layout: GridLayout,
     args: Sequence[Any],
