@@ -481,8 +481,8 @@ def apart(t, heads, groups):
     overflows.
     """
     given, _ = drawn("tpu", t, 256, heads, groups, 8, 8, batch=2)
-    factor = np.where(np.arange(heads) % 3 == 1, 300, 1)[:, None].astype(np.float32)
-    return given | dict(q=given["q"] * factor)
+    factor = np.where(np.arange(heads) % 3 == 1, 300.0, 1.0).reshape(1, 1, heads, 1)
+    return given | dict(q=given["q"] * factor.astype(np.float32))
 
 
 ENDS = np.array([250, 37])
