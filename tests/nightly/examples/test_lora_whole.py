@@ -4,13 +4,15 @@ import re
 import shutil
 
 import jax
-import lora as example
 import pytest
 from _programs import refuses
-from test_lora import REFERENCES
 
 
-tokenizers = pytest.importorskip("tokenizers", reason="it is in the tests extra")
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is in the tests extra")
+
+import lora as example  # noqa: E402
+import tokenizers  # noqa: E402
+from test_lora import REFERENCES  # noqa: E402
 
 
 def test_a_run_learns_and_goes_on(tmp_path, capsys):

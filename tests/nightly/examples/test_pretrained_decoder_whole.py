@@ -7,11 +7,21 @@ import re
 
 import jax
 import numpy as np
-import pretrained_decoder as example
 import pytest
-import test_pretrained_decoder as unit
-from pretrained.checkpoint import assemble, read_tensors
-from test_pretrained_decoder import FAMILIES, numbers, quick_compilation, reference, REFERENCES  # noqa: F401
+
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is in the tests extra")
+
+import pretrained_decoder as example  # noqa: E402
+import test_pretrained_decoder as unit  # noqa: E402
+from pretrained.checkpoint import assemble, read_tensors  # noqa: E402
+from test_pretrained_decoder import (  # noqa: E402, F401
+    FAMILIES,
+    numbers,
+    quick_compilation,
+    reference,
+    REFERENCES,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

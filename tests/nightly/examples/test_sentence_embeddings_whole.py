@@ -2,8 +2,13 @@
 
 import re
 
-import sentence_embeddings as example
-from test_sentence_embeddings import published
+import pytest
+
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed: it is in the tests extra")
+
+import sentence_embeddings as example  # noqa: E402
+from test_sentence_embeddings import published  # noqa: E402
 
 
 @published
