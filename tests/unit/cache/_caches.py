@@ -36,6 +36,9 @@ EXACT = (
     "dense", "ring buffer", "ring buffer with sinks", "paged", "bits", "ring buffer bits",
     "paged bits",
 )  # fmt: skip
+# One of each form of keys and order of places. tests/nightly/cache has all.
+FEW = "dense", "ring buffer with sinks", "paged bits", "int8", "paged int8"
+FEW_EXACT = tuple(name for name in FEW if name in EXACT)
 
 
 def tokens(t, dtype=jnp.float64, seed=0):

@@ -98,9 +98,16 @@ def one_step(cache, q, k, v):
     return step(cache, q, k, v)
 
 
-@pytest.mark.parametrize("kv_heads, new, batch", [(4, 1, 1), (4, 4, 8), (1, 1, 8), (1, 4, 1)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("kind", ["dense", "ring buffer", "paged", "stacked", "int8"])
+KINDS = "dense", "ring buffer", "paged", "stacked", "int8"
+SHAPES = (4, 1, 1), (4, 4, 8), (1, 1, 8), (1, 4, 1)  # heads of the keys, new tokens, rows
+# Each value of each argument. tests/nightly/cache has all combinations.
+STEPS = [
+    (kind, (jnp.bfloat16, jnp.float32, jnp.float16)[i % 3], *SHAPES[i % 4])
+    for i, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.parametrize("kind, dtype, kv_heads, new, batch", STEPS)
 def test_no_step_copies_the_cache(kind, dtype, kv_heads, new, batch):
     cache = long_cache(kind, batch, 8192, kv_heads, dtype)
     args = [jax.ShapeDtypeStruct((batch, new, n, 64), dtype) for n in (8, kv_heads, kv_heads)]
@@ -111,7 +118,7 @@ def test_no_step_copies_the_cache(kind, dtype, kv_heads, new, batch):
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in held)
 
 
-@pytest.mark.parametrize("kind, kv_heads", [("dense", 4), ("int8", 1)])
+@pytest.mark.parametrize("kind, kv_heads", [("int8", 1)])
 def test_no_step_copies_a_cache_of_any_capacity(kind, kv_heads):
     """A prime one: the last block of a row is padded when it is read. It was a copy of all keys."""
     cache = long_cache(kind, 8, 8191, kv_heads, jnp.bfloat16)
@@ -125,9 +132,10 @@ def test_no_step_copies_a_cache_of_any_capacity(kind, kv_heads):
     assert memory.temp_size_in_bytes <= 2**20
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tokens", [128, 96])
-@pytest.mark.parametrize("appended", [False, True])
+@pytest.mark.parametrize(
+    "appended, tokens, dtype",
+    [(False, 128, jnp.bfloat16), (False, 96, jnp.float32), (True, 96, jnp.bfloat16)],
+)
 def test_no_step_copies_keys_of_a_single_block(appended, tokens, dtype):
     """XLA gave them another layout, or made all of them wide."""
     q, k = (jax.ShapeDtypeStruct((64, n, 8, 64), dtype) for n in (1, tokens))
@@ -145,8 +153,7 @@ def test_no_step_copies_keys_of_a_single_block(appended, tokens, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < k.size * dtype.dtype.itemsize / 4
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("dtype, kv_heads", [(jnp.bfloat16, 2), (jnp.float32, 1)])
+@pytest.mark.parametrize("dtype, kv_heads, batch", [(jnp.bfloat16, 2, 8)])
 def test_no_layer_copies_its_cache(dtype, kv_heads, batch):
     strategy = Ragged(AttentionMetadata(runtime_dtype=dtype))
     made = dict(num_kv_heads=kv_heads, dtype=dtype, strategy=strategy)
@@ -254,8 +261,6 @@ def test_layers_in_one_cache(x64):
     for index in (3, -1):
         with pytest.raises(Exception, match="index must be one of the 3 layers"):
             jax.block_until_ready(jax.jit(lambda s, i: s.layer(i).length)(stacked, index))
-    with pytest.raises(ValueError, match="multiple of 64"):
-        StackedKVCache.empty(3, B, 61, K, D)
 
 
 def test_unused_places_of_layers_may_hold_anything():
@@ -280,8 +285,7 @@ def test_layers_are_not_copied():
     assert sizes[1] - sizes[0] < stacked.key.nbytes / 3 / 10  # a tenth of one layer's keys
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("heads", [1, "latents", 2])
+@pytest.mark.parametrize("heads, dtype", [(1, "bfloat16"), ("latents", "int8")])
 def test_pages_of_layers_are_not_copied(heads, dtype):
     """With one head, each layer of a scan copied the pages of all layers."""
     latent = heads == "latents"
@@ -314,7 +318,7 @@ def test_pages_of_layers_are_not_copied(heads, dtype):
     assert sizes[1] - sizes[0] < nbytes / 3 / 10  # a tenth of one layer's keys
 
 
-@pytest.mark.parametrize("name", ["dense", "paged", "ring buffer"])
+@pytest.mark.parametrize("name", ["dense", "paged"])
 def test_sharded_heads_are_not_gathered(name):
     mesh = jax.make_mesh((2,), ("tp",), (AxisType.Auto,), devices=jax.devices()[:2])
     heads = lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "tp") if x.ndim == 4 else P())

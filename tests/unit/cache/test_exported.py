@@ -10,11 +10,9 @@ import pytest
 
 
 ROOT = pathlib.Path(__file__).parents[3]
-QUICK = ("quantized", "pages")
-KINDS = [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in exported.KINDS]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["pages of 8 bits"])
 def test_the_batch_may_stay_open(name):
     """Caches of 8 bits and in pages needed a known number of rows."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -51,12 +51,6 @@ MAKE = {
     "int8": lambda dtype: LatentKVCache(QuantizedKVCache.empty(B, CAPACITY, **SIZES, dtype=dtype)),
     "paged int8": lambda dtype: paged(dtype, stored=jnp.int8),
 }
-SLOW = ("bits", "ring buffer", "stacked")
-EXACT = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-    for name in MAKE
-    if "int8" not in name
-]
 
 
 def tokens(dtype, t=T, heads=H, rank=RANK, rotary=ROTARY, batch=B):
@@ -88,7 +82,7 @@ def problem(query, rest, latent):
     return oracle.Problem(q, k, v, scale=SCALE, mask=om.causal(T, T))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ["dense", "paged"])
 def test_steps_are_the_whole(name, x64):
     """A prompt, then tokens; also by `cache.value` in place of `cache.key.first`."""
     query, rest, latent = tokens(jnp.float64)
@@ -117,7 +111,7 @@ def test_steps_are_the_whole(name, x64):
     assert length.tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "paged int8"])
+@pytest.mark.parametrize("name", ["paged int8"])
 def test_eight_bits_are_close(name):
     query, rest, latent = tokens(jnp.float32)
     _, out = jax.jit(step)(MAKE[name](jnp.float32), query, rest, latent)
@@ -151,7 +145,7 @@ def test_rows_under_vmap(x64):
     np.testing.assert_allclose(out[:, 0], want, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "paged"])
+@pytest.mark.parametrize("name", ["paged"])
 def test_packed_rows(name, x64):
     query, rest, latent = tokens(jnp.float64)
     strategy = Ragged(AttentionMetadata(softmax_scale=SCALE))
@@ -187,15 +181,7 @@ def test_kernels_of_tpus(name, tolerance):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype",
-    [
-        ("dense", jnp.float32),
-        ("paged", jnp.bfloat16),
-        ("int8", jnp.float32),
-        pytest.param("dense", jnp.bfloat16, marks=pytest.mark.slow),
-        pytest.param("paged", jnp.float32, marks=pytest.mark.slow),
-        pytest.param("int8", jnp.bfloat16, marks=pytest.mark.slow),
-    ],
+    "kind, dtype", [("dense", jnp.float32), ("paged", jnp.bfloat16), ("int8", jnp.float32)]
 )
 def test_each_byte_is_read_once(kind, dtype):
     """DeepSeek V3's sizes. A step has two loops over blocks, one for those with masked pairs, and

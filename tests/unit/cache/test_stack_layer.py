@@ -68,24 +68,27 @@ def as_float32(*xs):
     return [jnp.asarray(x, jnp.float32) for x in xs]
 
 
-@pytest.mark.parametrize("index", range(L))
+@pytest.mark.parametrize("index", [1])
 def test_gradients_reach_one_layer(x64, index):
     args = [*map(jnp.asarray, (KEYS, VALUES, QUERY))]
-    tangents = [jnp.asarray(RNG.normal(size=x.shape)) for x in args]
+    tangents = tuple(jnp.asarray(RNG.normal(size=x.shape)) for x in args)
 
     def derivatives(fn):
-        loss = lambda *xs: (fn(*xs, jnp.int32(index)) ** 2).sum()
-        return loss(*args), jax.jvp(jax.grad(loss, (0, 1, 2)), args, tangents)
+        at = lambda *xs: fn(*xs, jnp.int32(index))
+        slope = jax.grad(lambda *xs: (at(*xs) ** 2).sum(), (0, 1, 2))
+        return jax.jit(lambda *xs: (at(*xs), jax.jvp(slope, xs, tangents)))(*args)
 
-    near(attend(*args, jnp.int32(index)), wanted(index), 1e-12)
-    jax.tree.map(lambda x, y: near(x, y, 1e-11), derivatives(attend), derivatives(dense))
+    (out, *found), (_, *want) = derivatives(attend), derivatives(dense)
+    near(out, wanted(index), 1e-12)
+    jax.tree.map(lambda x, y: near(x, y, 1e-11), found, want)
 
 
 AXES = [(None, None, 0, 0), (0, 1, None, None), (None, None, None, 0), (0, 0, None, 0)]
 
 
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.parametrize("platform", ["auto", "interpret"])
+@pytest.mark.parametrize(
+    "axes, platform", [(AXES[0], "auto"), (AXES[1], "interpret"), (AXES[2], "auto")]
+)
 def test_layers_under_vmap(axes, platform):
     """Each of two elements may look up another layer, or read another stack."""
     args = KEYS, VALUES, QUERY, np.array(1, np.int32)
@@ -96,8 +99,7 @@ def test_layers_under_vmap(axes, platform):
     near(got, jax.vmap(dense, axes)(*args))
 
 
-@pytest.mark.parametrize("backend", ["tpu", "triton"])
-@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("backend, index", [("tpu", 2), ("triton", 0)])
 def test_kernels(backend, index):
     args = as_float32(KEYS, VALUES, QUERY)
     got = attend(*args, jnp.int32(index), platform="interpret", backend=backend)

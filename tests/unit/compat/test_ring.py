@@ -84,7 +84,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each parameter, alone or with others. tests/nightly/compat has all cases.
+FEW = (
+    "sliding_window int", "attention_sink_size", "chunk_size", "causal_block_size for causal",
+    "query segments alone", "softmax_aux per head, several", "softmax_aux shared", "bias",
+    "logits_soft_cap", "softmax_scale", "masks combine", "block sizes", "FwdParams", "fused",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_meaning(name):
     kwargs, reference = CASES[name]
     arrays = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in kwargs.items()}

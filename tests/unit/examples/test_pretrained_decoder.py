@@ -1,9 +1,6 @@
 """Published families on eqattn compute what transformers computes, which `references/` holds."""
 
-import copy
-import functools
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -28,6 +25,8 @@ from safetensors.numpy import save_file  # noqa: E402
 
 REFERENCES = Path(__file__).parent / "references"
 FAMILIES = sorted(path.name for path in REFERENCES.iterdir())
+# One of each kind of layer. tests/nightly/examples has all families.
+FEW = "deepseek_v3", "gemma3", "gpt_oss"
 PROMPTS = 9, 5  # how many tokens of each row were continued
 
 
@@ -45,7 +44,7 @@ def reference(family):
     return arrays, rows, [row[:n].tolist() for row, n in zip(rows, PROMPTS, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_logits_and_gradients(family):
     folder = REFERENCES / family
     config = json.loads((folder / "config.json").read_bytes())
@@ -97,33 +96,7 @@ def test_which_numbers_configs_have():
     assert {path[-1] for config in configs for path in numbers(config)} == set(NUMBERS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_number_of_a_config_shows(family):
-    """A check that passes with another number would not have noticed that it is ignored."""
-    folder = REFERENCES / family
-    config = json.loads((folder / "config.json").read_bytes())
-    tensors = read_tensors(folder / "model.safetensors")
-    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
-    arrays, (row, _), _ = reference(family)
-    bound = 1e-5 * max(1.0, np.abs(arrays["logits/0"]).max())
-
-    def error(config):
-        logits = jax.jit(lambda model: model(row))(assemble(config, tensors))
-        return np.abs(logits - arrays["logits/0"]).max() / bound
-
-    assert error(config) < 1
-    for path in numbers(config):
-        changed = copy.deepcopy(config)
-        inner = functools.reduce(lambda x, name: x[name], path[:-1], changed)
-        # The ends of a YaRN ramp are rounded, so a length that is close by has the same.
-        steps = dict(original_max_position_embeddings=7 * inner[path[-1]], sliding_window=1)
-        inner[path[-1]] += steps.get(path[-1], 0.05 * inner[path[-1]])
-        assert error(changed) > 10, path
-
-
-@pytest.mark.parametrize("kind", ["ring", "contiguous"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, kind", [("gemma3", "ring"), ("deepseek_v3", "contiguous")])
 def test_generated_tokens(family, kind):
     arrays, _, prompts = reference(family)
     model, _ = load(REFERENCES / family)
@@ -131,7 +104,7 @@ def test_generated_tokens(family, kind):
     assert np.array_equal(np.array(list(steps)).T, arrays["ids"])
 
 
-@pytest.mark.parametrize("strategy", ["blockwise", "ragged", "dense"])
+@pytest.mark.parametrize("strategy", ["ragged"])
 def test_strategies_generate_the_same(strategy, capsys):
     arrays, _, prompts = reference("gemma3")
     texts = [" ".join(map(str, prompt)) for prompt in prompts]
@@ -142,7 +115,7 @@ def test_strategies_generate_the_same(strategy, capsys):
     assert out[-1] == "as full recomputation"
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama"])
+@pytest.mark.parametrize("family", ["llama"])
 def test_eight_bits_change_logits_little(family):
     model, _ = load(REFERENCES / family)
     _, rows, _ = reference(family)
@@ -394,12 +367,3 @@ def test_the_program_streams_a_text(tmp_path, capsys):
     (steps,) = np.array(list(generate(model, [[letters[x] for x in "hello"]], 8))).T.tolist()
     assert out == "".join(list(letters)[x] for x in steps) + "\nas full recomputation\n"
     assert err.startswith("8 tokens, ")
-
-
-@pytest.mark.slow
-def test_a_cache_is_compared_with_recomputation(capsys):
-    assert example.main([str(REFERENCES / "qwen3"), "--random", "--compare", "48"]) == 0
-    assert re.fullmatch(
-        r"a step after 48 tokens: \S+ ms with a cache, \S+ ms without, \S+ times as long\n",
-        capsys.readouterr().out,
-    )

@@ -137,17 +137,6 @@ def test_bad_arguments(arguments, message, folder, monkeypatch, capsys):
 published = pytest.mark.skipif(example.installed() is None, reason=example.REMEDY)
 
 
-@pytest.mark.slow
-@published
-def test_published_weights_find_what_is_meant(capsys):
-    assert example.main(["--check"]) == 0
-    out = capsys.readouterr().out
-    best = dict(re.findall(r"^(\S.*)\n +\d\.\d\d  (.*)$", out, re.MULTILINE))
-    expected = ["Bees", "The central bank", "The tenant", "Our kitten", "The striker", "Back up"]
-    for query, start in zip(example.QUERIES, expected, strict=True):
-        assert best[query].startswith(start)
-
-
 @published
 def test_published_weights_give_the_published_similarities():
     """Those that the model's authors print: sbert.net/docs/sentence_transformer/usage/usage.html."""

@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from eqattn.nn import LatentAttention, MultiheadAttention, Rotary
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("norm", [None, "rms", "layer"])
+@pytest.mark.parametrize(
+    "kind, norm", [(AxisType.Auto, None), (AxisType.Explicit, "rms"), (AxisType.Explicit, "layer")]
+)
 def test_heads_over_devices(kind, norm):
     layer = MultiheadAttention(
         4, 32, num_kv_heads=2, rotary=Rotary(), qk_norm=norm, key=jax.random.key(0)

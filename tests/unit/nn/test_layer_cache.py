@@ -280,9 +280,8 @@ def test_a_list_of_keys_and_a_window_over_a_ring_buffer():
         layer(x[9:], mask=Selected(chosen[:, 9:]), cache=cache)
 
 
-@pytest.mark.parametrize("position, held", [(7, True), (5, True), (4, False), (2, False)])
 @pytest.mark.parametrize("append, dtype", [(False, "int32"), (True, "int32"), (False, "uint8")])
-def test_older_queries_over_a_ring_buffer(append, dtype, position, held):
+def test_older_queries_over_a_ring_buffer(append, dtype):
     """Ten tokens are in a ring of eight. A query that looks back at overwritten ones raises, where
     it was answered from those that are left (error 0.7). Positions may have no sign.
     """
@@ -291,29 +290,30 @@ def test_older_queries_over_a_ring_buffer(append, dtype, position, held):
     sinks = np.asarray(layer.softmax_aux, float)[:, None, None]
     far = np.arange(10)[:, None] - np.arange(10)
     hide = lambda z: np.where((far >= 0) & (far <= 3), z, -np.inf)
-    want = reference(layer, x, x, x, hide, sinks=sinks)[position]
+    want = reference(layer, x, x, x, hide, sinks=sinks)
     run = jax.jit(lambda cache, *xs, **kw: layer(*xs, mask="causal", cache=cache, **kw))
     cache = RingBufferCache.empty(1, 8, *HELD)
     for i in range(0, 8 if append else 10, 2):
         cache, _ = run(cache, x[i : i + 2])
-    at = jnp.full(2, position, dtype)
-    query = jnp.stack([x[position]] * 2)
-    old = ft.partial(layer, mask="causal", q_positions=at)
-    if append:
-        read = jax.jit(lambda cache: old(query, x[8:], x[8:], cache=cache)[1])
-    else:
-        read = jax.jit(lambda cache: old(query, cache=cache, append=False)[1])
-    if held:
-        got = np.asarray(read(cache))
-        np.testing.assert_allclose(got, np.stack([want] * 2), rtol=0, atol=4e-6)
-    else:
-        with pytest.raises(Exception, match="q_positions are too old"):
-            jax.block_until_ready(read(cache))
+
+    @jax.jit
+    def read(cache, query, at):
+        new = (x[8:], x[8:]) if append else ()
+        call = dict(mask="causal", q_positions=at, cache=cache, append=append)
+        return layer(query, *new, **call)[1]
+
+    for position, held in ((7, True), (5, True), (4, False), (2, False)):
+        args = cache, jnp.stack([x[position]] * 2), jnp.full(2, position, dtype)
+        if held:
+            got = np.asarray(read(*args))
+            np.testing.assert_allclose(got, np.stack([want[position]] * 2), rtol=0, atol=4e-6)
+        else:
+            with pytest.raises(Exception, match="q_positions are too old"):
+                jax.block_until_ready(read(*args))
 
 
 @pytest.mark.parametrize("window", [None, WINDOW], ids=["mask", "layer"])
-@pytest.mark.parametrize("kept", [12, 11, 7, 6, 2, 0])
-def test_a_ring_buffer_knows_what_truncating_lost(window, kept):
+def test_a_ring_buffer_knows_what_truncating_lost(window):
     """A ring of 8 has the tokens 4 to 11 of 12. The next token is shown three before it."""
     layer, x = make(window=window, dtype=jnp.float32), normal(3, 14, SIZE)
     mask = SlidingWindow(*WINDOW) if window is None else None
@@ -321,13 +321,14 @@ def test_a_ring_buffer_knows_what_truncating_lost(window, kept):
     cache = RingBufferCache.empty(1, 8, *HELD)
     for i in range(0, 12, 4):
         cache, _ = run(cache, x[i : i + 4])
-    cache = cache.truncate(jnp.array([kept]))
-    if 0 < kept < 7:
-        with pytest.raises(Exception, match="truncated"):
-            run(cache, x[kept : kept + 2])
-        return
-    _, out = run(cache, x[kept : kept + 2])
-    np.testing.assert_allclose(out, whole(layer, x)[kept : kept + 2], rtol=0, atol=1e-5)
+    want = whole(layer, x)
+    for kept in (12, 11, 7, 6, 2, 0):
+        less, new = cache.truncate(jnp.array([kept])), slice(kept, kept + 2)
+        if 0 < kept < 7:
+            with pytest.raises(Exception, match="truncated"):
+                jax.block_until_ready(run(less, x[new]))
+        else:
+            np.testing.assert_allclose(run(less, x[new])[1], want[new], rtol=0, atol=1e-5)
 
 
 def test_counts_may_be_plain_numbers(unchecked):

@@ -58,8 +58,10 @@ def expected(layer, given, x, at, visible, key_=None, key_at=None):
 CAUSAL = np.tri(T, dtype=bool)
 
 
-@pytest.mark.parametrize("strategy", [None, Dense(AttentionMetadata()), Blockwise()])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, strategy",
+    [("M-RoPE", None), ("axial", Dense(AttentionMetadata())), ("axial", Blockwise())],
+)
 def test_values(kind, strategy, x64):
     """Coordinates are for rotary embeddings alone: masks see the tokens in their order."""
     given, x = KINDS[kind], inputs()

@@ -146,15 +146,10 @@ def inputs():
 
 
 FEATURES = ["causal", "window", "alibi", "segments", "given"]
-FEW = {("zigzag", "alibi"), ("zigzag", "given"), ("zigzag with heads", "window")}
-CASES = [
-    pytest.param(place, feature, marks=() if (place, feature) in FEW else pytest.mark.slow)
-    for place in PLACES
-    for feature in FEATURES
-]
+FEW = [("zigzag", "alibi"), ("zigzag", "given"), ("zigzag with heads", "window")]
 
 
-@pytest.mark.parametrize("place, feature", CASES)
+@pytest.mark.parametrize("place, feature", FEW)
 def test_whole_arrays(place, feature):
     sizes, strategy, n = PLACES[place]
     x, ct = inputs()
@@ -170,7 +165,7 @@ def test_whole_arrays(place, feature):
     agree((back(out), back(dx), slopes), want)
 
 
-@pytest.mark.parametrize("place", sorted(set(PLACES) - {"zigzag of two"}))
+@pytest.mark.parametrize("place", ["zigzag", "ulysses"])
 def test_in_a_shard_map(place):
     """Where a device sees its own tokens only, which are not the first ones."""
     sizes, strategy, n = PLACES[place]

@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import process
-import pytest
 from ring_training import free_port
 
 
@@ -16,7 +15,6 @@ ROOT = pathlib.Path(__file__).parents[3]
 DEADLINE = 120.0
 
 
-@pytest.mark.slow
 def test_as_one_device(tmp_path, x64):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     flags = "--xla_force_host_platform_device_count=2"
