@@ -19,8 +19,8 @@ SIGNED = ["int8", "int16", "int32", "int64"]
 UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 INTS = [*SIGNED, *UNSIGNED]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
-# Narrow and wide ones of each kind; tests/nightly/masks has all.
-SOME = ["int8", "int32", "uint64", "bfloat16", "float32"]
+# One of each kind; tests/nightly/masks has all.
+SOME = ["int8", "uint32", "float32"]
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,7 @@ def test_functions_of_two_numbers_are_sound(dtype):
         check_sound(fns, *cells, tables=tables)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float32"])
 def test_known_floats_are_rounded_too(dtype):
     """A number that is the same for all pairs of a block is known exactly. What is computed from it
     may still be rounded otherwise, or flushed to zero.
@@ -261,7 +261,7 @@ def test_known_floats_are_rounded_too(dtype):
     check_sound(functions(dtype, BINARY, BINARY_INT), *cells)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("dtype", ["float32"])
 def test_rules_are_sound_when_traced(dtype):
     """NumPy and jax.numpy take different ways through the same rules."""
     fns = functions(dtype, BINARY, BINARY_INT)
