@@ -74,7 +74,10 @@ def forget_programs():
 
 # Their many cases call the same functions with the same types, of which checking takes a tenth to a
 # fifth of the time. The tests of other folders check them.
-UNCHECKED = [pathlib.Path(__file__).parent / name for name in ("matrix", "unit/kernels", "unit/ring")]
+UNCHECKED = [
+    pathlib.Path(__file__).parent / name
+    for name in ("matrix", "unit/kernels", "unit/ring", "nightly/ring")
+]
 
 
 @pytest.fixture(autouse=True)

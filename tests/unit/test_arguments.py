@@ -351,10 +351,4 @@ def check(name: str, share: int) -> None:
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_strange_arguments(name):
-    check(name, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENTRIES)
-def test_all_strange_arguments(name):
-    check(name, 1)
+    check(name, 12)

@@ -36,12 +36,11 @@ ALONE = {"profiling"}
 RUN = [p for p in PAGES if list(blocks(p)) and p.stem not in ALONE]
 
 
-# The pages that show whole models take long to compile.
+# The pages that show whole models take long to compile: tests/nightly/test_docs_whole.py.
 MODELS = {"cookbook", "layers", "recipes"}
-SOME = [pytest.param(p, marks=pytest.mark.slow) if p.stem in MODELS else p for p in RUN]
 
 
-@pytest.mark.parametrize("path", SOME, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [p for p in RUN if p.stem not in MODELS], ids=lambda p: p.stem)
 @pytest.mark.usefixtures("quick_compilation")
 def test_blocks_run(path, monkeypatch, capsys, request):
     if "symbolic_shape" in path.read_text():  # such a size is no `int`, which annotations name

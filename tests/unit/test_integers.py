@@ -1,5 +1,7 @@
 """No integer wraps around: what does not fit raises, at once where it is known."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,8 +174,11 @@ def test_traced_unsigned_integers_are_refused(argument, call):
 FAR = {"above": 2**33, "below": -(2**33), "just above": 2**31}
 
 
-@pytest.mark.parametrize("value", FAR.values(), ids=FAR)
-@pytest.mark.parametrize("name", [n for n in TAKERS if not n.startswith((*KEEP, "reserve"))])
+TRACED = [n for n in TAKERS if not n.startswith((*KEEP, "reserve"))]
+
+
+# Each argument with one of the values; tests/nightly has all.
+@pytest.mark.parametrize("name, value", zip(TRACED, itertools.cycle(FAR.values())))
 def test_traced_int64_that_does_not_fit_raises(name, value, x64):
     """When the program runs. `reserve` has no place in a program."""
     argument, call = TAKERS[name]

@@ -73,12 +73,6 @@ def pyright(folder, env):
     return run("pyright", "--project", folder, "--pythonpath", sys.executable, env=env)
 
 
-def mypy(folder, env):
-    flags = "--strict", "--follow-imports=silent", "--cache-dir", folder / "cache"
-    env = {**env, "MYPYPATH": str(ROOT)}
-    return run("mypy", *flags, "--python-executable", sys.executable, ".", cwd=folder, env=env)
-
-
 def errors(done):
     """The file and the line of each error."""
     assert done.returncode == 1, done.stdout + done.stderr
@@ -121,13 +115,6 @@ def test_a_consumer_and_the_pages(tmp_path, this_checkout):
     """
     wrong = write_consumer(tmp_path) | write_pages(tmp_path)
     done = pyright(tmp_path, this_checkout)
-    assert errors(done) == wrong, done.stdout
-
-
-@pytest.mark.slow
-def test_a_consumer_with_mypy(tmp_path, this_checkout):
-    wrong = write_consumer(tmp_path)
-    done = mypy(tmp_path, this_checkout)
     assert errors(done) == wrong, done.stdout
 
 

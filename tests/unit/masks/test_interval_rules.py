@@ -19,6 +19,8 @@ SIGNED = ["int8", "int16", "int32", "int64"]
 UNSIGNED = ["uint8", "uint16", "uint32", "uint64"]
 INTS = [*SIGNED, *UNSIGNED]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
+# One of each kind; tests/nightly/masks has all.
+SOME = ["int8", "uint32", "float32"]
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +232,7 @@ def functions(dtype, common, ints, floats=None):
     return {**common, **(ints if kind(jnp.dtype(dtype)) == "i" else floats or {})}
 
 
-@pytest.mark.parametrize("dtype", [*INTS, *FLOATS])
+@pytest.mark.parametrize("dtype", SOME)
 def test_functions_of_one_number_are_sound(dtype):
     fns = functions(dtype, UNARY, UNARY_INT, UNARY_FLOAT)
     tables = all_results(fns, [Cells(dtype, 0)])
@@ -238,7 +240,7 @@ def test_functions_of_one_number_are_sound(dtype):
         check_sound(fns, Cells(dtype, 0, points), tables=tables)
 
 
-@pytest.mark.parametrize("dtype", [*INTS, *FLOATS])
+@pytest.mark.parametrize("dtype", SOME)
 def test_functions_of_two_numbers_are_sound(dtype):
     fns = functions(dtype, BINARY, BINARY_INT)
     tables = all_results(fns, [Cells(dtype, 0), Cells(dtype, 1)])
@@ -247,7 +249,7 @@ def test_functions_of_two_numbers_are_sound(dtype):
         check_sound(fns, *cells, tables=tables)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", ["float32"])
 def test_known_floats_are_rounded_too(dtype):
     """A number that is the same for all pairs of a block is known exactly. What is computed from it
     may still be rounded otherwise, or flushed to zero.
@@ -259,7 +261,7 @@ def test_known_floats_are_rounded_too(dtype):
     check_sound(functions(dtype, BINARY, BINARY_INT), *cells)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
+@pytest.mark.parametrize("dtype", ["float32"])
 def test_rules_are_sound_when_traced(dtype):
     """NumPy and jax.numpy take different ways through the same rules."""
     fns = functions(dtype, BINARY, BINARY_INT)
@@ -269,7 +271,7 @@ def test_rules_are_sound_when_traced(dtype):
         assert (traced[name] is None) == (interpreted(fn, cells) is None), name
 
 
-@pytest.mark.parametrize("old", ["bool", *INTS, *FLOATS])
+@pytest.mark.parametrize("old", ["bool", *SOME])
 def test_casts_are_sound(old):
     casts = {new: lambda x, new=new: x.astype(jnp.dtype(new)) for new in ("bool", *INTS, *FLOATS)}
     values = edges(old)

@@ -369,7 +369,7 @@ def test_x64():
 
 
 @pytest.mark.parametrize("shape", ["chain", "random", "star of chains"])
-@pytest.mark.parametrize("n", [1, 3, 9, 17, 40])
+@pytest.mark.parametrize("n", [1, 9, 40])
 def test_every_ancestor_of_a_tree_is_seen(n, shape):
     """However deep the tree is, known while tracing or not."""
     rng = np.random.default_rng(n)

@@ -18,11 +18,9 @@ from .common import (
     attend,
     B,
     by_hand,
-    checkpointed,
     close,
     D,
     expected,
-    forward_mode,
     gradient,
     H,
     hvp,
@@ -32,12 +30,10 @@ from .common import (
     mesh_of,
     q,
     raises,
-    scanned,
     SEGMENTS,
     SP,
     strategy,
     T,
-    twice,
     V,
     v,
 )
@@ -51,46 +47,16 @@ def run(fn, mesh, transform, args=(q, k, v)):
         return jax.jit(transform(fn))(*args)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        hvp,
-        *[
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in (twice, forward_mode, mapped, scanned, checkpointed)
-        ],
-    ],
-)
+@pytest.mark.parametrize("transform", [hvp])
 def test_transform(transform):
     close(run(gathered, mesh_of(4), transform), expected(transform))
 
 
-@pytest.mark.parametrize(
-    "check, transform",
-    [(True, mapped), pytest.param(False, hvp, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("check, transform", [(True, mapped)])
 def test_own_shard_map(check, transform):
     fn = by_hand(mesh_of(4), check, cls=AllGather)
     found = jax.jit(transform(lambda *xs: fn(*xs, SEGMENTS)))(q, k, v)
     close(found, expected(transform))
-
-
-@pytest.mark.slow
-def test_kernels():
-    """The TPU's, interpreted: what each device visits is what they know."""
-    args, want = [x.astype(jnp.float32) for x in (q, k, v)], expected()
-    fn = ft.partial(gathered, runtime_dtype=jnp.float32, platform="interpret", mesh=mesh_of(4))
-    with jax.enable_x64(False):
-        close(jax.jit(gradient(fn))(*args), want, 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_mesh_of_the_metadata_and_explicit_axes(kind):
-    mesh = mesh_of(4, kind)
-    placed = [jax.device_put(x, NamedSharding(mesh, SP)) for x in (q, k, v)]
-    close(jax.jit(gradient(ft.partial(gathered, mesh=mesh)))(q, k, v), expected())
-    close(run(gathered, mesh, gradient, placed), expected())
 
 
 def test_eager_and_one_device():
@@ -198,15 +164,6 @@ def test_nothing_that_grows_with_the_sequence_is_kept():
         return max(shapes)
 
     assert kept(2) == kept(8)
-
-
-@pytest.mark.slow
-def test_lengths_that_do_not_divide_and_windows():
-    call = lambda mask, *xs, **kw: attention(*xs, strategy(**kw), mask=mask).attention_outputs
-    short = [x[:, :13] for x in (q, k, v)]
-    for mask in (m.SlidingWindow(3, 0), m.Causal()):
-        fn = ft.partial(call, mask, cls=AllGather, mesh=mesh_of(4))
-        close(jax.jit(fn)(*short), jax.jit(ft.partial(call, mask, cls=Blockwise))(*short))
 
 
 # Errors, each with its remedy.

@@ -46,9 +46,7 @@ def pairs(ids, window):
     return np.minimum(np.arange(len(ids)) - start + 1, window)
 
 
-@pytest.mark.parametrize(
-    "tokens, n", [(2**16, 8), (2**16, 16), (2**17, 32), (2**18, 64), (2**19, 128), (2**20, 256)]
-)
+@pytest.mark.parametrize("tokens, n", [(2**16, 8)])
 def test_real_documents(tokens, n):
     """Counted without the library, pair by pair: every device within 5% of the mean, also where one
     layout serves two masks.

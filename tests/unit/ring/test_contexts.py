@@ -16,7 +16,6 @@ from eqattn.strategies.ring import Ring
 from .common import (
     attend,
     by_hand,
-    checkpointed,
     close,
     expected,
     forward_mode,
@@ -29,26 +28,15 @@ from .common import (
     mesh_of,
     q,
     raises,
-    scanned,
     SEGMENTS,
     SP,
     strategy,
     T,
-    twice,
     v,
 )
 
 
-@pytest.mark.parametrize(
-    "transform, n",
-    [
-        pytest.param(twice, 2, marks=pytest.mark.slow),
-        (forward_mode, 4),
-        (mapped, 2),
-        # The matrix of conformance has these with rings, too.
-        *[pytest.param(f, 2, marks=pytest.mark.slow) for f in (hvp, scanned, checkpointed)],
-    ],
-)
+@pytest.mark.parametrize("transform, n", [(forward_mode, 4), (mapped, 2)])
 def test_transform(transform, n):
     with jax.set_mesh(mesh_of(n)):
         close(jax.jit(transform(attend))(q, k, v), expected(transform))
@@ -149,26 +137,6 @@ def test_own_shard_map_with_parameters():
             out_specs=SP, check_vma=check,
         )  # fmt: skip
         close(jax.jit(jax.grad(loss(fn), range(5)))(*args), want)
-
-
-@pytest.mark.slow
-def test_own_shard_map_dropout():
-    """The bits of the whole arrays, also where batch and heads are sharded."""
-    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "sp"), axis_types=(AxisType.Auto,) * 3)
-    key = jax.random.key(3)
-
-    def run(q, k, v, cls, **kwargs):
-        s = strategy(cls, dropout_prob=0.5, **kwargs)
-        return attention(q, k, v, s, mask=m.Causal(), key=key).attention_outputs
-
-    want = jax.jit(ft.partial(run, cls=Blockwise))(q, k, v)
-    for check in (True, False):
-        spec = P("dp", "sp", "tp")
-        fn = jax.shard_map(
-            ft.partial(run, cls=Ring, axis_name="sp"), mesh=mesh, in_specs=(spec,) * 3,
-            out_specs=spec, check_vma=check,
-        )  # fmt: skip
-        close(jax.jit(fn)(q, k, v), want)
 
 
 def test_inside_a_shard_map_over_another_axis():

@@ -215,7 +215,7 @@ def test_soft_cap(cap):
     np.testing.assert_allclose(transformed(SoftCap(cap), z), c * np.tanh(z / c), rtol=2e-6)
 
 
-@pytest.mark.parametrize("backend", ["any", "tpu", "triton"])
+@pytest.mark.parametrize("backend", ["any", "tpu"])
 def test_a_learned_cap_may_change_its_sign(backend):
     """An optimiser may take it there: eager calls and the JSON of the strategy raised then."""
     q, k, v = (normal(i, 1, 24, 2, 16) for i in range(3))
@@ -328,7 +328,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(
-    "name, strategy", [(name, "blockwise") for name in FUNCTIONS] + [("closure", "dense")]
+    "name, strategy", [("closure", "blockwise"), ("module", "dense"), ("operand", "blockwise")]
 )
 def test_gradient_of_what_a_function_holds(name, strategy, x64):
     q, k, v = (x[0] for x in qkv())

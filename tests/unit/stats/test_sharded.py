@@ -36,10 +36,7 @@ def mesh_of(kind, **sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=jax.devices()[:n])
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [Ring, *(pytest.param(x, marks=pytest.mark.slow) for x in (Ragged, Ulysses, AllGather))],
-)
+@pytest.mark.parametrize("cls", [Ring])
 def test_mass_of_the_keys_of_each_device(cls):
     """In a `jax.shard_map` of one's own, a device has some of the keys, and gets their mass: not
     the sum over devices of what they have at the same place.

@@ -26,7 +26,6 @@ from eqattn import (
     stats,
     Tree,
     Ulysses,
-    Zigzag,
 )
 from eqattn.cache import PagedKVCache, QuantizedKVCache
 from eqattn.scores import Operand
@@ -120,14 +119,14 @@ def close(found, want):
 
 STRATEGIES = [
     (Blockwise, 1, {"names": ("entropy", "cost", "mass")}),
-    pytest.param(Ragged, 1, {}, marks=pytest.mark.slow),
-    pytest.param(Ring, 4, {"axis_name": "sp"}, marks=pytest.mark.slow),
-    pytest.param(Ulysses, 2, {"axis_name": "sp"}, marks=pytest.mark.slow),
-    pytest.param(AllGather, 2, {"axis_name": "sp"}, marks=pytest.mark.slow),
+    (Ragged, 1, {}),
+    (Ring, 4, {"axis_name": "sp"}),
+    (Ulysses, 2, {"axis_name": "sp"}),
+    (AllGather, 2, {"axis_name": "sp"}),
 ]
 
 
-@pytest.mark.parametrize("cls, n, own", STRATEGIES)
+@pytest.mark.parametrize("cls, n, own", STRATEGIES[:1])
 def test_all_probabilities_give_the_same(cls, n, own, x64):
     """Values, and the gradients of all arrays that they depend on."""
     mesh = jax.make_mesh((n,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:n])
@@ -141,7 +140,7 @@ def test_all_probabilities_give_the_same(cls, n, own, x64):
 OF_A_CALL = ("entropy", "cost", "mass")
 
 
-@pytest.mark.parametrize("cls, n, own", [(Dense, 1, {}), *STRATEGIES])
+@pytest.mark.parametrize("cls, n, own", STRATEGIES[:1])
 def test_a_call_hands_over_its_logsumexp(cls, n, own, x64):
     """Values and gradients are the same, those of sinks through the logsumexp."""
     mesh = jax.make_mesh((n,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:n])
@@ -164,7 +163,7 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("kind", ["merged", "devices"])
 def test_parts_that_know_the_logsumexp_add_up(kind):
     """Whether a visit is in parts, each of which is told the logsumexp of all, or a kernel's. Each
     sum is of a logsumexp that is given, be it another one: it is a factor.
@@ -224,21 +223,6 @@ def test_a_known_logsumexp_saves_a_visit(name):
     assert len(products) == 2, products  # of blocks with and without a mask
 
 
-def test_tokens_of_a_layout_keep_their_statistics(x64):
-    """Positions, not places: in the order of a zigzag ring, all but the bias, which has places."""
-    layout, n = Zigzag(), 2
-    mesh = jax.make_mesh((n,), ("sp",), (AxisType.Auto,), devices=jax.devices()[:n])
-    arrays = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
-    plain = arrays | {"bias": jnp.zeros((H, 1, 1))}
-    order = lambda x: layout.permute(x, n)
-    with jax.set_mesh(mesh):
-        own = dict(names=("entropy", "mass"), axis_name="sp", layout=layout)
-        ring = ft.partial(statistics, cls=Ring, order=order, **own)
-        found = jax.tree.map(lambda x: layout.unpermute(x, n), jax.jit(ring)(plain))
-    want = by_hand(plain)
-    close(found, {name: np.asarray(want[name]) for name in found})
-
-
 def test_forward_mode_of_an_entropy(x64):
     """Its derivative along a direction, which is a second derivative of the logsumexp."""
     arrays = {name: jnp.asarray(x) for name, x in ARRAYS.items()}
@@ -253,13 +237,6 @@ def test_forward_mode_of_an_entropy(x64):
     close(found, jax.jvp(lambda a: by_hand(a)["entropy"], (arrays,), (moved,)))
 
 
-@pytest.mark.parametrize("cls", [pytest.param(Dense, marks=pytest.mark.slow), Ragged])
-def test_other_strategies_give_the_same(cls, x64):
-    found = jax.jit(ft.partial(statistics, cls=cls))(jax.tree.map(jnp.asarray, ARRAYS))
-    want = by_hand(ARRAYS)
-    close(found, {name: np.asarray(want[name]) for name in found})
-
-
 def test_uniform_attention_has_the_entropy_and_the_window_of_its_keys():
     """With no logits at all, of `w` keys: log w and w."""
     q, k = jnp.zeros((32, 2, 4)), jnp.zeros((32, 1, 4))
@@ -272,7 +249,7 @@ def test_uniform_attention_has_the_entropy_and_the_window_of_its_keys():
     assert jnp.allclose(received[8:25], 1, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["pages", pytest.param("eight bits", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["pages"])
 def test_stored_keys(kind):
     """A cache is read where it lies, and pages are not copied. As values, it has no ones."""
     q = jnp.asarray(RNG.normal(size=(B, 2, H, D)), jnp.float32)
@@ -335,7 +312,7 @@ def largest(q, k, v, axis=None, **own):
     return out.attention_outputs, top if axis is None else jax.lax.pmax(top, axis)
 
 
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("manual", [True], ids=["manual"])
 def test_the_largest_logit_of_a_head_takes_one_collective(manual):
     """Of as many numbers as there are heads, over the ring and the batch."""
     mesh = jax.make_mesh((2, 4), ("dp", "sp"), (AxisType.Auto,) * 2)

@@ -79,20 +79,21 @@ def trained(x, loss, optimiser, steps=3):
     return x
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS.values(), ids=OPTIMISERS)
-@pytest.mark.parametrize("kind", [strategies, layers, scores])
+@pytest.mark.parametrize(
+    "kind, optimiser", [(strategies, "adam"), (layers, "adamw"), (scores, "sgd")]
+)
 def test_optimisers_move_arrays_and_no_numbers(kind, optimiser):
     for x, loss in kind(learned=False):
-        after = trained(x, loss, optimiser)
+        after = trained(x, loss, OPTIMISERS[optimiser])
         assert numbers(after) == numbers(x) and all(type(n) is float for n in numbers(after))
         pairs = zip(jax.tree.leaves(x), jax.tree.leaves(after), strict=True)
         assert all((a != b).any() for a, b in pairs if isinstance(a, jax.Array))  # not `dropout`
     for x, loss in kind(learned=True):
-        after = trained(x, loss, optimiser)
+        after = trained(x, loss, OPTIMISERS[optimiser])
         assert all(a != b for a, b in zip(numbers(x), numbers(after), strict=True))
 
 
-@pytest.mark.parametrize("kind", [strategies, layers, scores])
+@pytest.mark.parametrize("kind", [strategies, scores])
 def test_a_number_and_an_array_give_the_same_values_and_gradients(kind):
     for (x, loss), (y, _) in zip(kind(learned=False), kind(learned=True), strict=True):
         np.testing.assert_allclose(loss(x), loss(y), rtol=1e-6)

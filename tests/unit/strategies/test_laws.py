@@ -18,7 +18,7 @@ from eqattn import Carry, masks as m
 
 
 # Every new shape compiles: few examples of few sizes, and no deadline.
-few = settings(max_examples=3, deadline=None, derandomize=True)
+few = settings(max_examples=2, deadline=None, derandomize=True)
 sizes = st.sampled_from([1, 7, 13])
 blocks = st.sampled_from([(1, 1), (3, 5), (8, 2), (64, 64)])
 strategy_names = st.sampled_from(["blockwise", "dense", "ragged"])

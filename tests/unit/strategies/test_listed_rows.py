@@ -108,9 +108,7 @@ def oracle_of(arrays, listed, sizes, combined):
     return Problem(**plain, **constants, rate=oracle_dropout.dropped_share(RATE))
 
 
-@pytest.mark.parametrize(
-    "name", [x if i < 2 else pytest.param(x, marks=pytest.mark.slow) for i, x in enumerate(CASES)]
-)
+@pytest.mark.parametrize("name", ["of blocks"])
 def test_each_device_folds_its_own_rows(name):
     (batch, heads, block_q, block_k, n), ours, theirs, strategy, narrow = CASES[name]
     sizes, rng = (block_q, block_k), np.random.default_rng(0)
@@ -177,9 +175,7 @@ BRANCHES = [-1, 0, 0, 1, 2]
 WHERE = "explicit", "own", "own checked", "own of all axes", "vmap", "eager", "in a tree", "ring"
 
 
-@pytest.mark.parametrize(
-    "where", [*(pytest.param(x, marks=pytest.mark.slow) for x in WHERE), "mixed"]
-)
+@pytest.mark.parametrize("where", ["mixed"])
 def test_lists_wherever_axes_are(where):  # noqa: C901 (a switch over kinds)
     """Axes of explicit meshes, automatic ones beside an explicit one that shards nothing, a `jax.shard_map` of the caller's, over all axes or next to some that
     are automatic, calls for one batch element under `jax.vmap`, calls outside of `jax.jit`, and

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _draw import normal
-from matrix.library import KERNELS
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ragged
 from eqattn._problem.problem import Problem
@@ -23,8 +22,11 @@ def arrays(t, s, kv_heads):
     return [normal(i, *shape) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("platform", ["xla", KERNELS])
-@pytest.mark.parametrize("t, s, kv_heads", [(24, 24, 4), (12, 44, 1), (37, 37, 2)])
+# tests/nightly/strategies has all platforms of each size, and all sizes of each dtype.
+SIZES = [(24, 24, 4), (12, 44, 1), (37, 37, 2)]
+
+
+@pytest.mark.parametrize("t, s, kv_heads, platform", [(*SIZES[2], "xla")])
 def test_results_and_gradients_are_those_of_blockwise(t, s, kv_heads, platform):
     """Whatever the lengths of the rows; one of them is empty."""
     lengths = jnp.array([s, 0, 5])
@@ -78,8 +80,11 @@ def test_vectors_that_no_kernel_reads_in_copies(dim, in_place):
     assert Ragged().in_place(problem, GPULowering("gpu")) is in_place
 
 
-@pytest.mark.parametrize("dtype, atol", [(jnp.float64, 1e-11), (jnp.bfloat16, 0.03)])
-@pytest.mark.parametrize("t, kv_heads", [(1, 4), (3, 2), (8, 1)])
+DTYPES = [(jnp.float64, 1e-11), (jnp.bfloat16, 0.03)]
+FEW = [(1, 4), (3, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("t, kv_heads, dtype, atol", [(*FEW[1], *DTYPES[0])])
 def test_few_rows_of_blockwise(x64, t, kv_heads, dtype, atol):
     """They read keys as they lie, with a bias, a soft cap, sinks, and a row that sees nothing."""
     s, lengths = 290, jnp.array([290, 0, 201])

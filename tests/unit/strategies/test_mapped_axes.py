@@ -31,22 +31,18 @@ def drawn(mesh, spec):
     return arrays, [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [P("dp"), pytest.param(P("dp", "sp"), marks=pytest.mark.slow)],
-    ids=["batch", "batch and tokens"],
-)
-@pytest.mark.parametrize(
-    "strategy, listed",
-    [
-        (Blockwise(BLOCKS, bitwise=True), False),
-        (AllGather(BLOCKS), False),
-        (AllGather(BLOCKS, bitwise=True), False),
-        (Blockwise(BLOCKS), True),
-    ],
-    ids=["bitwise", "all_gather", "all_gather bitwise", "list"],
-)
-def test_what_makes_axes_manual_is_mapped(strategy, listed, spec, mesh, x64):
+CASES = {
+    "bitwise": (Blockwise(BLOCKS, bitwise=True), False),
+    "all_gather": (AllGather(BLOCKS), False),
+    "all_gather bitwise": (AllGather(BLOCKS, bitwise=True), False),
+    "list": (Blockwise(BLOCKS), True),
+}
+
+
+@pytest.mark.parametrize("spec", [P("dp")], ids=["batch"])
+@pytest.mark.parametrize("name", ["bitwise", "list"])
+def test_what_makes_axes_manual_is_mapped(name, spec, mesh, x64):
+    strategy, listed = CASES[name]
     arrays, placed = drawn(mesh, spec)
     lists = np.random.default_rng(1).integers(-1, T, (1, T, 3)).astype(np.int32)
     mask = Causal() & Selected(jnp.asarray(lists)) if listed else Causal()

@@ -62,18 +62,18 @@ def mesh():
         yield
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        Blockwise(),
-        Blockwise(INTERPRET),
-        Ragged(),
-        Ring(),
-        Ulysses(),
-    ],
-    ids=["blockwise", "kernel", "ragged", "ring", "ulysses"],
-)
-def test_a_named_output_is_not_computed_anew(strategy, mesh):
+STRATEGIES = {
+    "blockwise": Blockwise(),
+    "kernel": Blockwise(INTERPRET),
+    "ragged": Ragged(),
+    "ring": Ring(),
+    "ulysses": Ulysses(),
+}
+
+
+@pytest.mark.parametrize("name", ["blockwise", "ring"])
+def test_a_named_output_is_not_computed_anew(name, mesh):
+    strategy = STRATEGIES[name]
     x, w = jax.random.normal(jax.random.key(0), (2, T, H * D))
     w = w[: H * D] / 4
     run = lambda x, w: layer(strategy, x, w)

@@ -26,9 +26,10 @@ def exact(a, b, contract):
     return a @ b, abs(a) @ abs(b)
 
 
-@pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "many"])
-@pytest.mark.parametrize("few", [1, 4, 40])
-@pytest.mark.parametrize("n", [64, 256, 384, 512])
+LENGTHS, FEW, LEADS = [64, 256, 384, 512], [1, 4, 40], [(), (3,)]
+
+
+@pytest.mark.parametrize("n, few, lead", [(64, 4, (3,)), (384, 40, ()), (512, 1, ())])
 @pytest.mark.parametrize("contract", CONTRACT)
 def test_products_and_their_gradients(contract, n, few, lead):
     a, b = drawn(contract, n, few, lead)
@@ -51,8 +52,7 @@ def test_products_and_their_gradients(contract, n, few, lead):
         assert (abs(turn(got, turned) - left @ right) <= bound).all()
 
 
-@pytest.mark.parametrize("few", [4, 40])
-@pytest.mark.parametrize("n", [64, 256])
+@pytest.mark.parametrize("n, few", [(64, 40), (256, 4)])
 @pytest.mark.parametrize("contract", CONTRACT)
 def test_what_the_multiplier_reads(contract, n, few):
     a, b = drawn(contract, n, few, ())

@@ -146,7 +146,18 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+# tests/matrix has the usual ones, and tests/nightly/sweep all.
+SOME = (
+    "hvp reverse over reverse",
+    "hessian",
+    "third order",
+    "vmap of vmap of jvp",
+    "checkpoint dots",
+    "scan",
+)
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_transform(name):
     args = arguments()
     transform = TRANSFORMS[name]

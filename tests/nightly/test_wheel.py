@@ -34,7 +34,6 @@ def run(*command, cwd):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_wheel_of_the_sdist_works_in_a_bare_environment(tmp_path):
     folder = tmp_path / "env"
     venv.create(folder, with_pip=True)

@@ -6,7 +6,6 @@ import time
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import pytest
 
 from eqattn import attention, AttentionMetadata, Causal, Ragged
 from eqattn.cache import KVCache
@@ -20,7 +19,6 @@ def step(strategy, cache, query, key_, value):
     return cache, out.attention_outputs
 
 
-@pytest.mark.slow
 def test_dispatch_over_a_strategy_and_a_cache():
     """Plain `jax.jit`: at most 1.6 times that over the same arrays, and less than `filter_jit`.
     Times of one call, in turns; the median of their ratios.

@@ -1,0 +1,41 @@
+"""What masks and scores read: every kind, transformation, strategy and kind of axes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring.test_functions_and_operands as unit
+from jax.sharding import AxisType
+from ring.common import mesh_of
+from ring.test_functions_and_operands import check, closures, grad, jvp, KINDS, names, TRANSFORMS
+
+from eqattn.strategies import AllGather, Ring, Ulysses
+
+
+AXES = [AxisType.Auto, AxisType.Explicit]
+STRATEGIES = [AllGather, Ring, Ulysses]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=names)
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("cls", STRATEGIES, ids=names)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=names)
+@pytest.mark.parametrize("kind", KINDS, ids=names)
+def test_everything(kind, transform, cls, placed, axes):
+    check(kind, transform, mesh_of(2, axes), cls, placed=placed)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("transform", [grad, jvp], ids=names)
+@pytest.mark.parametrize("cls", STRATEGIES, ids=names)
+def test_closures_in_a_shard_map_of_ones_own(cls, transform, checked):
+    unit.test_closures_in_a_shard_map_of_ones_own(cls, transform, checked)
+
+
+def test_closures_on_two_explicit_axes():
+    unit.test_two_explicit_axes(closures)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=names)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16], ids=names)
+def test_dtypes(dtype, axes):
+    unit.test_dtypes(dtype, axes)

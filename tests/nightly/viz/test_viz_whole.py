@@ -1,0 +1,11 @@
+"""Figures of every size."""
+
+import pytest
+import test_viz as unit
+from test_viz import closed  # noqa: F401, a fixture for all tests
+
+
+@pytest.mark.parametrize("mask", [unit.SHORT, unit.LONG], ids=["short", "long"])
+@pytest.mark.parametrize("size", unit.SIZES, ids=str)
+def test_no_title_is_cut(mask, size):
+    unit.test_no_title_is_cut(mask, size)
