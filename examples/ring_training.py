@@ -104,8 +104,8 @@ def train(options: argparse.Namespace, quiet: bool) -> list[float]:
     from eqattn import Blockwise
     from eqattn import Contiguous
     from eqattn import Ring
-    from eqattn import ring_mesh
     from eqattn import Zigzag
+    from eqattn.strategies import ring_mesh
 
     n = jax.device_count()
     mesh = ring_mesh("sp")
