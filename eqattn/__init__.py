@@ -9,38 +9,22 @@ from ._version import __version__ as __version__
 
 
 if _typing.TYPE_CHECKING:
-    from . import cache, masks, nn, scores, stats, strategies
+    from . import cache, compat, masks, nn, scores, stats, strategies
     from ._calls.attention import attention as attention
     from ._calls.cascade import cascade_attention as cascade_attention
     from ._calls.ragged import ragged_attention as ragged_attention
     from ._carry import Carry as Carry
     from ._config.metadata import AttentionMetadata as AttentionMetadata
-    from ._config.partition import (
+    from ._config.platform import Backend as Backend, Platform as Platform
+    from ._output import AttentionOutput as AttentionOutput
+    from .compat import (
+        blockwise_attn as blockwise_attn,
+        BwdParams as BwdParams,
+        dot_product_attention as dot_product_attention,
+        FwdParams as FwdParams,
+        get_mha_cost_estimate as get_mha_cost_estimate,
         PartitionAxis as PartitionAxis,
         PartitionManager as PartitionManager,
-    )
-    from ._config.platform import (
-        Backend as Backend,
-        Platform as Platform,
-        RuntimeMode as RuntimeMode,
-    )
-    from ._output import AttentionOutput as AttentionOutput
-    from ._ring.balanced import Balanced as Balanced
-    from ._ring.choice import (
-        Sharding as Sharding,
-        sharding_plan as sharding_plan,
-        ShardingPlan as ShardingPlan,
-    )
-    from ._ring.layout import (
-        AbstractRingLayout as AbstractRingLayout,
-        Contiguous as Contiguous,
-        ring_mesh as ring_mesh,
-        Zigzag as Zigzag,
-    )
-    from ._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
-    from ._save import load as load, save as save
-    from .compat.easydel import (
-        get_mha_cost_estimate as get_mha_cost_estimate,
         ragged_flash_attention_kernel as ragged_flash_attention_kernel,
         ragged_gqa as ragged_gqa,
         ragged_mha as ragged_mha,
@@ -48,14 +32,10 @@ if _typing.TYPE_CHECKING:
         reference_gqa as reference_gqa,
         reference_mha as reference_mha,
         reference_mqa as reference_mqa,
-    )
-    from .compat.ejkernel import (
-        blockwise_attn as blockwise_attn,
-        BwdParams as BwdParams,
-        FwdParams as FwdParams,
         ring_attention as ring_attention,
+        RingAttn as RingAttn,
+        RuntimeMode as RuntimeMode,
     )
-    from .compat.jax_nn import dot_product_attention as dot_product_attention
     from .masks import (
         BlockCausal as BlockCausal,
         Causal as Causal,
@@ -63,96 +43,132 @@ if _typing.TYPE_CHECKING:
         Dense as DenseMask,
         KeyPadding as KeyPadding,
         MaskFn as MaskFn,
+        Neighbourhood as Neighbourhood,
+        packed_segments as packed_segments,
+        PackedSegments as PackedSegments,
         PrefixLM as PrefixLM,
         QueryPadding as QueryPadding,
         Segments as Segments,
+        Selected as Selected,
         SlidingWindow as SlidingWindow,
+        TileOrder as TileOrder,
+        Tree as Tree,
     )
-    from .masks._neighbourhood import Neighbourhood as Neighbourhood, TileOrder as TileOrder
-    from .masks._segments import (
-        packed_segments as packed_segments,
-        PackedSegments as PackedSegments,
+    from .scores import (
+        ALiBi as ALiBi,
+        dropout_mask as dropout_mask,
+        ScoreFn as ScoreFn,
+        T5Bias as T5Bias,
     )
-    from .masks._selected import Selected as Selected
-    from .masks._tree import Tree as Tree
-    from .scores import ALiBi as ALiBi, ScoreFn as ScoreFn
-    from .scores._dropout import dropout_mask as dropout_mask
-    from .scores._positional import T5Bias as T5Bias
-    from .stats._top_keys import top_keys as top_keys, TopKeys as TopKeys
+    from .stats import top_keys as top_keys, TopKeys as TopKeys
     from .strategies import (
+        AbstractRingLayout as AbstractRingLayout,
         AllGather as AllGather,
         AttentionImpl as AttentionImpl,
+        AttentionRegistry as AttentionRegistry,
+        Balanced as Balanced,
         Blockwise as Blockwise,
+        Contiguous as Contiguous,
         Dense as Dense,
         Ragged as Ragged,
         Ring as Ring,
-        Ring as RingAttn,
+        ring_mesh as ring_mesh,
+        ring_plan as ring_plan,
+        RingPlan as RingPlan,
+        Sharding as Sharding,
+        sharding_plan as sharding_plan,
+        ShardingPlan as ShardingPlan,
         Support as Support,
         Ulysses as Ulysses,
+        Zigzag as Zigzag,
     )
-    from .strategies._registry import AttentionRegistry as AttentionRegistry
 
 
-# A name is imported when it is first asked for. So a program that uses one mask makes no classes of
-# rings. These are the names, by the module that defines them. Type checkers read the imports above,
-# and `tests/unit/test_import.py` compares the two.
-_ROOMS = ("cache", "masks", "nn", "scores", "stats", "strategies")
-_LATE = {
-    "_calls.attention": "attention",
-    "_calls.cascade": "cascade_attention",
-    "_calls.ragged": "ragged_attention",
-    "_carry": "Carry",
-    "_config.metadata": "AttentionMetadata",
-    "_config.partition": "PartitionAxis PartitionManager",
-    "_config.platform": "Backend Platform RuntimeMode",
-    "_output": "AttentionOutput",
-    "_ring.balanced": "Balanced",
-    "_ring.choice": "Sharding sharding_plan ShardingPlan",
-    "_ring.layout": "AbstractRingLayout Contiguous ring_mesh Zigzag",
-    "_ring.plan": "ring_plan RingPlan",
-    "_save": "load save",
-    "compat.easydel": (
-        "get_mha_cost_estimate ragged_flash_attention_kernel ragged_gqa ragged_mha ragged_mqa "
-        "reference_gqa reference_mha reference_mqa"
+# The public names by category, each with the module that it is imported from when it is first asked
+# for. So a program that uses one mask makes no classes of rings. Type checkers read the imports
+# above, and `tests/unit/test_import.py` compares the two.
+_ROOMS = ("cache", "compat", "masks", "nn", "scores", "stats", "strategies")
+_LISTED = {
+    # Functions
+    "attention": "_calls.attention",
+    "ragged_attention": "_calls.ragged",
+    "cascade_attention": "_calls.cascade",
+    "top_keys": "stats",
+    # What they take and return
+    "AttentionMetadata": "_config.metadata",
+    "Platform": "_config.platform",
+    "Backend": "_config.platform",
+    "AttentionOutput": "_output",
+    "Carry": "_carry",
+    # Strategies, and the layouts of rings
+    **dict.fromkeys(
+        (
+            "AllGather AttentionImpl AttentionRegistry Blockwise Dense Ragged Ring Ulysses "
+            "Balanced Contiguous Zigzag"
+        ).split(),
+        "strategies",
     ),
-    "compat.ejkernel": "blockwise_attn BwdParams FwdParams ring_attention",
-    "compat.jax_nn": "dot_product_attention",
-    "masks": (
-        "BlockCausal Causal ChunkedCausal KeyPadding MaskFn PrefixLM QueryPadding Segments "
-        "SlidingWindow"
+    # Masks
+    **dict.fromkeys(
+        (
+            "BlockCausal Causal ChunkedCausal KeyPadding MaskFn Neighbourhood PrefixLM "
+            "QueryPadding Segments Selected SlidingWindow Tree"
+        ).split(),
+        "masks",
     ),
-    "masks._neighbourhood": "Neighbourhood TileOrder",
-    "masks._segments": "packed_segments PackedSegments",
-    "masks._selected": "Selected",
-    "masks._tree": "Tree",
-    "scores": "ALiBi ScoreFn",
-    "scores._dropout": "dropout_mask",
-    "scores._positional": "T5Bias",
-    "stats._top_keys": "top_keys TopKeys",
-    "strategies": "AllGather AttentionImpl Blockwise Dense Ragged Ring Support Ulysses",
-    "strategies._registry": "AttentionRegistry",
+    "DenseMask": "masks:Dense",
+    # Scores
+    **dict.fromkeys("ALiBi ScoreFn T5Bias".split(), "scores"),
 }
-_MODULE_OF = {name: module for module, names in _LATE.items() for name in names.split()}
-_MODULE_OF |= {"DenseMask": "masks:Dense", "RingAttn": "strategies:Ring"}
+# These are at home in a room, where the documentation has them. They are found here too.
+_UNLISTED = {
+    **dict.fromkeys(
+        (
+            "blockwise_attn BwdParams dot_product_attention FwdParams get_mha_cost_estimate "
+            "PartitionAxis PartitionManager ragged_flash_attention_kernel ragged_gqa ragged_mha "
+            "ragged_mqa reference_gqa reference_mha reference_mqa ring_attention RingAttn "
+            "RuntimeMode"
+        ).split(),
+        "compat",
+    ),
+    **dict.fromkeys("packed_segments PackedSegments TileOrder".split(), "masks"),
+    "dropout_mask": "scores",
+    "TopKeys": "stats",
+    **dict.fromkeys(
+        (
+            "AbstractRingLayout ring_mesh ring_plan RingPlan Sharding sharding_plan ShardingPlan "
+            "Support"
+        ).split(),
+        "strategies",
+    ),
+}
+_GONE = dict.fromkeys(
+    ("load", "save"),
+    "use eqx.tree_serialise_leaves and tree_deserialise_leaves, with AttentionMetadata.to_json for "
+    "what is static",
+)
 
-
-_late_name, _late_dir = _late_imports(__name__, _MODULE_OF)
+_MODULE_OF = _LISTED | _UNLISTED
+_late_name = _late_imports(__name__, _MODULE_OF)[0]
 
 
 def __getattr__(name: str) -> _typing.Any:
     if name in _ROOMS:
         return _importlib.import_module(f".{name}", __name__)
+    if name in _GONE:
+        raise AttributeError(f"eqattn.{name} is gone: {_GONE[name]}.")
     return _late_name(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*_late_dir(), *_ROOMS})
+    # The module has the names that were asked for, whether they are listed or not.
+    return sorted({*globals(), *_ROOMS, *_LISTED} - {*_UNLISTED})
 
 
 # Without it, a star would import late names only if something had asked for them before. A type
 # checker takes what a star imports from the imports above, as it could not read this list.
 if not _typing.TYPE_CHECKING:
-    __all__ = [*_ROOMS, *_MODULE_OF]
+    __all__ = [*_ROOMS, *_LISTED]
 
 
 # The hook of jaxtyping has types checked in what is imported while it is installed, which may be

@@ -320,9 +320,9 @@ class Carry(eqx.Module):
 
         - `output`: the weighted means `o` of the values, `[*b, t, h, v]`.
         - `maximum`, `denominator`: the largest logit `m`, and the sum `l` of exponentials relative
-            to it. They are `[*b, t, h]`, or have a last axis of 1 as [`eqattn.ragged_gqa`][] gives
-            them. Where `m` is `-inf` or `l` is 0, no key was seen, and the output may hold
-            anything.
+            to it. They are `[*b, t, h]`, or have a last axis of 1 as
+            [`eqattn.compat.ragged_gqa`][] gives them. Where `m` is `-inf` or `l` is 0, no key was
+            seen, and the output may hold anything.
         """
         output, maximum, denominator = _floats(
             output=output, maximum=maximum, denominator=denominator

@@ -32,7 +32,8 @@ def late_imports(
     **Arguments:**
 
     - `package`: the `__name__` of the package.
-    - `modules`: the module of each of these names, as `"module:name"` if it has another one there.
+    - `modules`: the module of each of these names, relative to the package, as `"module:name"` if
+        it has another one there.
     """
 
     def get(name: str) -> Any:
@@ -207,11 +208,6 @@ def with_constants(*names: str) -> Callable[[_Module], _Module]:
         return cls
 
     return decorate
-
-
-def constants_of(cls: type) -> list[str]:
-    """The names of the fields that `with_constants` was given for a class."""
-    return [name for c in cls.__mro__ for name, x in vars(c).items() if isinstance(x, _Constant)]
 
 
 def as_constant(x: Any) -> Any:

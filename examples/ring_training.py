@@ -100,7 +100,8 @@ def train(options: argparse.Namespace, quiet: bool) -> list[float]:
     from jax.sharding import NamedSharding, PartitionSpec as P
     from tqdm import tqdm
 
-    from eqattn import AttentionMetadata, Blockwise, Contiguous, Ring, ring_mesh, Zigzag
+    from eqattn import AttentionMetadata, Blockwise, Contiguous, Ring, Zigzag
+    from eqattn.strategies import ring_mesh
 
     n = jax.device_count()
     mesh = ring_mesh("sp")

@@ -129,10 +129,10 @@ def _decode_array(body: Mapping) -> Any:
         return data[()] if body["kind"] == "scalar" else data
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"An array of {dtype.name} needs jax_enable_x64 to be restored exactly.")
-    return restored(data, body.get("weak_type", False))
+    return _restored(data, body.get("weak_type", False))
 
 
-def restored(data: np.ndarray, weak_type: bool) -> jax.Array:
+def _restored(data: np.ndarray, weak_type: bool) -> jax.Array:
     """JAX's array of some data. A weak type is kept, so that the array promotes, and finds compiled
     programs, as it did.
     """

@@ -162,8 +162,13 @@ class AttentionMetadata(eqx.Module):
     static is hashable and canonical: equal metadata, however spelled, have equal tree structures
     and do not retrace.
 
-    Use `eqx.tree_at` to exchange arrays, and with `is_leaf=lambda x: x is None` also None. Use
-    `replace` to exchange anything. Neither import nor construction starts a JAX backend.
+    Use `replace` to exchange anything: it converts and checks, as the constructor does. Use
+    `eqx.tree_at` to exchange an array for another, or None for an array with
+    `is_leaf=lambda x: x is None`. It exchanges leaves and converts nothing. So it raises at a
+    number, which is no leaf, and a number that it puts in the place of an array or None is a leaf,
+    which `jax.grad` and optimisers move.
+
+    Neither import nor construction starts a JAX backend.
 
     **Arguments:** all can be given by position, in this order.
 
@@ -176,9 +181,9 @@ class AttentionMetadata(eqx.Module):
     - `platform`: a [`Platform`][eqattn.Platform] or its name in any case, default `AUTO`. `"tpu"`,
         `"gpu"` and `"triton"` mean that backend with `PALLAS`, `"jax"` means `XLA`.
     - `backend`: a [`Backend`][eqattn.Backend] or its name in any case, default `ANY`.
-    - `partition_axis`: a [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
-    - `partition_manager`: a [`PartitionManager`][eqattn.PartitionManager], by default the one of
-        `partition_axis`. Given alone, it sets `partition_axis`.
+    - `partition_axis`: a [`PartitionAxis`][eqattn.compat.PartitionAxis], default `PartitionAxis()`.
+    - `partition_manager`: a [`PartitionManager`][eqattn.compat.PartitionManager], by default the
+        one of `partition_axis`. Given alone, it sets `partition_axis`.
     - `base_config`: an object or mapping whose attributes fill the arguments that are left out.
         It is read once, here, and not kept: the attribute is always None. See below.
     - `scan_ring_attention`: whether the hops of a ring are a rolled loop, default True.
@@ -381,7 +386,7 @@ class AttentionMetadata(eqx.Module):
 
         **Arguments:**
 
-        - `mode`: a [`RuntimeMode`][eqattn.RuntimeMode] or its string.
+        - `mode`: a [`RuntimeMode`][eqattn.compat.RuntimeMode] or its string.
         - `BTHD`: whether query, key, value and output are `[batch, time, heads, dim]`; else they
             are `[batch, heads, time, dim]`. Bias and mask are `[batch, heads, queries, keys]` in
             both cases.

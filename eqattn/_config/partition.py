@@ -157,7 +157,7 @@ class PartitionManager(eqx.Module):
     **Arguments:**
 
     - `partition_axis`: the mesh axes of each logical axis, a
-        [`PartitionAxis`][eqattn.PartitionAxis], default `PartitionAxis()`.
+        [`PartitionAxis`][eqattn.compat.PartitionAxis], default `PartitionAxis()`.
     """
 
     __pdoc__ = without_defaults
@@ -175,7 +175,7 @@ class PartitionManager(eqx.Module):
             (`"batch"`, `"length"`, `"query_length"`, `"kv_length"`, `"head"`, `"kv_head"`,
             `"head_dim"`, `"kv_head_dim"`, `"bias_head_seq"`, `"bias_kv_seq"`; any case,
             surrounding underscores ignored), or a sequence of logical names.
-        - `mode`: a [`RuntimeMode`][eqattn.RuntimeMode] or its string.
+        - `mode`: a [`RuntimeMode`][eqattn.compat.RuntimeMode] or its string.
 
         **Returns:** a `PartitionSpec` without trailing Nones. It follows from names alone: mesh
         axes that a mesh lacks or that do not divide an array are kept.

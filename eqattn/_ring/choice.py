@@ -17,7 +17,8 @@ _BACKWARD = 2.5  # times the operations of the forward: five products where that
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """What one strategy would do with a sharded sequence; see [`eqattn.sharding_plan`][].
+    """What one strategy would do with a sharded sequence; see
+    [`eqattn.strategies.sharding_plan`][].
 
     **Arguments:**
 
@@ -29,8 +30,8 @@ class Sharding:
     - `held`: the bytes of keys and values that a device holds while it attends.
     - `seconds`: the time of forward and backward in the model of `sharding_plan`.
     - `exposed`: the part of it in which a device waits for what is sent.
-    - `plan`: the [`eqattn.RingPlan`][] that the numbers follow from, with the work of each hop. For
-        a strategy without hops, only the sums of its work count.
+    - `plan`: the [`eqattn.strategies.RingPlan`][] that the numbers follow from, with the work of
+        each hop. For a strategy without hops, only the sums of its work count.
     """
 
     strategy: str
@@ -47,7 +48,8 @@ class Sharding:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """A comparison of the strategies over sharded sequences; see [`eqattn.sharding_plan`][].
+    """A comparison of the strategies over sharded sequences; see
+    [`eqattn.strategies.sharding_plan`][].
 
     **Arguments:**
 
@@ -130,9 +132,9 @@ def sharding_plan(  # noqa: PLR0913 (one argument for each figure of the plan)
     """Compares [`eqattn.Ring`][], [`eqattn.Ulysses`][], both combined and [`eqattn.AllGather`][].
 
     It says what each sends, computes and holds, for a sequence that is sharded over devices. Call
-    it to choose a strategy. The numbers of each follow from a plan of [`eqattn.ring_plan`][], which
-    is the `plan` of its [`eqattn.Sharding`][]. Call that one where a ring is chosen already, for
-    its hops and their balance.
+    it to choose a strategy. The numbers of each follow from a plan of
+    [`eqattn.strategies.ring_plan`][], which is the `plan` of its [`eqattn.strategies.Sharding`][].
+    Call that one where a ring is chosen already, for its hops and their balance.
 
     Bytes, steps and operations follow from the sizes and the mask. Times are those of a model. A
     device computes `flops` operations a second, and sends `bandwidth` bytes a second to a
@@ -144,7 +146,8 @@ def sharding_plan(  # noqa: PLR0913 (one argument for each figure of the plan)
 
     **Arguments:**
 
-    - `tokens` ... `block`: as for [`eqattn.ring_plan`][], but that `devices` is the number of all.
+    - `tokens` ... `block`: as for [`eqattn.strategies.ring_plan`][], but that `devices` is the
+        number of all.
     - `flops`: the operations that a device computes in a second. The default is the peak that is
         published for a TPU v5e in bfloat16.
     - `bandwidth`: the bytes that it sends to one neighbour in a second. The default is the size of
@@ -153,7 +156,7 @@ def sharding_plan(  # noqa: PLR0913 (one argument for each figure of the plan)
         switch has all the bandwidth.
     - `latency`: the least time of a step in seconds. The default is a choice, not a measurement.
 
-    **Returns:** a [`eqattn.ShardingPlan`][].
+    **Returns:** a [`eqattn.strategies.ShardingPlan`][].
 
     **Raises:** `ValueError` for sizes that no strategy can have, and numbers that are not positive.
     """

@@ -154,7 +154,7 @@ def reach(problem: Problem, layout: AbstractRingLayout, n: int, group: int) -> t
 
 @dataclasses.dataclass(frozen=True)
 class RingPlan:
-    """What each device of a ring does; see [`eqattn.ring_plan`][].
+    """What each device of a ring does; see [`eqattn.strategies.ring_plan`][].
 
     **Arguments:**
 
@@ -260,8 +260,8 @@ def ring_plan(  # noqa: PLR0913 (one argument for each figure of the plan)
 ) -> RingPlan:
     """Computes what a ring will do, without running it: its hops, and how balanced they are.
 
-    Whether a ring is the best choice is the question of [`eqattn.sharding_plan`][], which compares
-    plans of all strategies.
+    Whether a ring is the best choice is the question of [`eqattn.strategies.sharding_plan`][],
+    which compares plans of all strategies.
 
     **Arguments:**
 
@@ -281,7 +281,7 @@ def ring_plan(  # noqa: PLR0913 (one argument for each figure of the plan)
         2048 blocks or fewer.
     - `group`: how many devices are at each place of the ring, which is the size of `head_axis`.
 
-    **Returns:** a [`eqattn.RingPlan`][].
+    **Returns:** a [`eqattn.strategies.RingPlan`][].
 
     **Raises:** `ValueError` unless the layout divides the tokens, `block` a chunk and `group` the
     heads and the tokens of a place.

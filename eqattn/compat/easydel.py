@@ -15,8 +15,11 @@ from .._carry import Carry, online_softmax
 from .._config.metadata import AttentionMetadata
 from .._misc import accumulation_dtype, as_array, as_int32, as_number, as_size, check_floating
 from ..masks._segments import KeyPadding
-from ..strategies.ragged import Ragged
+from ..strategies import Ragged, Ring
 
+
+RingAttn = Ring
+"""EasyDeL's name of [`eqattn.Ring`][]."""
 
 # JAX's own kernels for TPUs have this default. Here the value is only checked.
 DEFAULT_MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -93,7 +96,7 @@ def ragged_mha(
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """Does what [`eqattn.ragged_gqa`][] does, where each query head has its own key head."""
+    """Does what [`eqattn.compat.ragged_gqa`][] does, where each query head has its own key head."""
     _same_heads(query, key)
     options: Any = dict(block_size=block_size, mask_value=mask_value, cost_estimate=cost_estimate)
     return ragged_gqa(query, key, value, lengths, starts, **options)
@@ -110,7 +113,7 @@ def ragged_mqa(
     mask_value: float = DEFAULT_MASK_VALUE,
     cost_estimate: Any = None,
 ) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
-    """[`eqattn.ragged_gqa`][] where all query heads share one key head.
+    """[`eqattn.compat.ragged_gqa`][] where all query heads share one key head.
 
     **Arguments:**
 
@@ -132,7 +135,7 @@ def reference_gqa(
     starts: Int[Array, " b"] | None = None,
     mask_value: float = DEFAULT_MASK_VALUE,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """Computes what [`eqattn.ragged_gqa`][] does, written out plainly, with all logits at once."""
+    """Computes what [`eqattn.compat.ragged_gqa`][] does, plainly, with all logits at once."""
     _check(mask_value, None)
     q, k, v = (jnp.asarray(as_array(x, name)) for name, x in zip("qkv", (q, k, v)))
     check_floating(q=q, k=k, v=v)
@@ -169,7 +172,7 @@ def reference_mha(
     *,
     mask_value: float = DEFAULT_MASK_VALUE,
 ) -> tuple[Float[Array, "b *one h v"], Float[Array, "b *one h 1"], Float[Array, "b *one h 1"]]:
-    """Computes what [`eqattn.ragged_mha`][] does, written out plainly."""
+    """Computes what [`eqattn.compat.ragged_mha`][] does, written out plainly."""
     _same_heads(q, k)
     return reference_gqa(q, k, v, lengths, starts, mask_value)
 
@@ -183,7 +186,7 @@ def reference_mqa(
     *,
     mask_value: float = DEFAULT_MASK_VALUE,
 ) -> tuple[Float[Array, "b *h v"], Float[Array, "b *h 1"], Float[Array, "b *h 1"]]:
-    """Computes what [`eqattn.ragged_mqa`][] does, written out plainly."""
+    """Computes what [`eqattn.compat.ragged_mqa`][] does, written out plainly."""
     return _one_key_head(reference_gqa, q, k, v, lengths, starts, dict(mask_value=mask_value))
 
 
@@ -286,7 +289,7 @@ def ragged_flash_attention_kernel(  # noqa: PLR0913 (the other library's signatu
     It is for a grid `(rows, blocks of keys)` that visits the blocks of a row one after the other.
     Both arrays of bounds must be prefetched as scalars
     (`pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, ...)`), and the references of results must
-    stay in place for a whole row. [`eqattn.ragged_gqa`][] and [`eqattn.Ragged`][] have other
+    stay in place for a whole row. [`eqattn.compat.ragged_gqa`][] and [`eqattn.Ragged`][] have other
     kernels, which do not visit blocks without visible keys.
 
     **Arguments:**

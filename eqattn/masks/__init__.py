@@ -26,7 +26,13 @@ from ._causal import (
     SlidingWindow as SlidingWindow,
 )
 from ._function import MaskFn as MaskFn
-from ._segments import KeyPadding as KeyPadding, QueryPadding as QueryPadding, Segments as Segments
+from ._segments import (
+    KeyPadding as KeyPadding,
+    packed_segments as packed_segments,
+    PackedSegments as PackedSegments,
+    QueryPadding as QueryPadding,
+    Segments as Segments,
+)
 
 
 if _typing.TYPE_CHECKING:

@@ -128,7 +128,7 @@ class Neighbourhood(AbstractMask):
     **Arguments:**
 
     - `grid`: the numbers of tokens along each axis, for tokens that lie row by row, or a
-        [`eqattn.TileOrder`][].
+        [`eqattn.masks.TileOrder`][].
     - `window`: how many tokens a window has along each axis, an int or one for each axis. An even
         window has one more token before the query than after it.
     - `causal`: whether a window ends with the query instead, and is cut off at the start. It is a

@@ -11,9 +11,12 @@ from ._positional import ALiBi as ALiBi
 
 
 if _typing.TYPE_CHECKING:
+    from ._dropout import dropout_mask as dropout_mask
     from ._positional import T5Bias as T5Bias
 
 
 __getattr__: _Callable[[str], _typing.Any]
 __dir__: _Callable[[], list[str]]
-__getattr__, __dir__ = _late_imports(__name__, {"T5Bias": "_positional"})
+__getattr__, __dir__ = _late_imports(
+    __name__, {"dropout_mask": "_dropout", "T5Bias": "_positional"}
+)

@@ -6,3 +6,4 @@ from ._stats import (
     expectation as expectation,
     mass as mass,
 )
+from ._top_keys import top_keys as top_keys, TopKeys as TopKeys

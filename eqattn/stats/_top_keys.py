@@ -84,15 +84,15 @@ def top_keys(  # noqa: PLR0913 (the options of the call whose weights are meant)
         not hold a [`eqattn.Selected`][].
     - `n`: how many keys are listed, an int.
 
-    **Returns:** a [`eqattn.TopKeys`][]. Of equal logits, those of lower positions come first. Where
-    a query sees fewer than `n` keys, the other indices are -1. Its `values` are differentiable in
-    every order. `indices` are positions, as `kv_positions` says them, under a [`eqattn.Tree`][],
-    too, where scores see depths.
+    **Returns:** a [`eqattn.stats.TopKeys`][]. Of equal logits, those of lower positions come first.
+    Where a query sees fewer than `n` keys, the other indices are -1. Its `values` are
+    differentiable in every order. `indices` are positions, as `kv_positions` says them, under a
+    [`eqattn.Tree`][], too, where scores see depths.
 
     **Raises:** `ValueError` if `n` is larger than the number of keys, if the platform asks for a
     kernel, as none ranks keys, and for `Ragged(metadata, axis_name=...)`. There each device can
-    rank its own keys in a `jax.shard_map`, and [`eqattn.TopKeys`][]`.merge` merges the lists. Of
-    keys in pages, they are `key_.share(jax.lax.axis_index(name))`, with their positions.
+    rank its own keys in a `jax.shard_map`, and [`eqattn.stats.TopKeys`][]`.merge` merges the lists.
+    Of keys in pages, they are `key_.share(jax.lax.axis_index(name))`, with their positions.
     """
     strategy = _ranking(strategy)
     query, shards = jnp.asarray(as_array(query, "query", 3)), strategy.key_shards()

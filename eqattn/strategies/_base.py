@@ -296,8 +296,8 @@ class AttentionImpl(eqx.Module):
             `dtype=` is that of query, key and value, `dropout=True` asks about dropout, and
             `bitwise="batch"` about equal bits. None and False mean that a feature is not used.
 
-        **Returns:** a [`Support`][eqattn.Support], true unless something is against the call. The
-        shapes of query, key and value, and the key of a dropout, are not looked at.
+        **Returns:** a [`Support`][eqattn.strategies.Support], true unless something is against the
+        call. The shapes of query, key and value, and the key of a dropout, are not looked at.
 
         **Raises:** `ValueError` for a name that is not in `features`.
         """

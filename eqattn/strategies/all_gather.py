@@ -24,7 +24,8 @@ class AllGather(AbstractSharded):
     A [`eqattn.Ring`][] sends as many bytes, but step by step, one for each device. Each move hides
     behind the work of a step. With few tokens for each device, that work is too short to hide a
     step, and small blocks are inefficient. Gathering is a single exchange, which nothing hides.
-    [`eqattn.sharding_plan`][] compares the two, and [`eqattn.Ulysses`][], by their bytes and work.
+    [`eqattn.strategies.sharding_plan`][] compares the two, and [`eqattn.Ulysses`][], by their bytes
+    and work.
 
     It is called as a `Ring` is, with whole arrays or inside your own `jax.shard_map`. The same
     holds for layouts, biases, dropout and the indices of heads. Batch and heads stay sharded over

@@ -21,7 +21,7 @@ def plot_ring(plan: RingPlan, *, ax: Axes | None = None) -> Axes:
 
     **Arguments:**
 
-    - `plan`: what [`eqattn.ring_plan`][] returns.
+    - `plan`: what [`eqattn.strategies.ring_plan`][] returns.
     - `ax`: the `Axes` to draw into. With None, a new figure is made. Share the x axis of several to
         compare layouts.
 

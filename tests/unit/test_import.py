@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -38,7 +39,7 @@ STAGES = {
         public = {n for n in dir(eqattn) if n[0] != "_"}
         rooms = {n for n in public if isinstance(getattr(eqattn, n), types.ModuleType)}
         assert sorted(own ^ (public - rooms)) == [
-            "cache", "masks", "nn", "scores", "stats", "strategies"
+            "cache", "compat", "masks", "nn", "scores", "stats", "strategies"
         ], own ^ (public - rooms)
     """,
     "construction": """
@@ -161,24 +162,72 @@ def test_names_may_be_asked_for_first_while_a_function_is_traced():
 def test_public_names_are_there_and_are_documented():
     public = {n: getattr(eqattn, n) for n in dir(eqattn) if n[0] != "_"}
     names = [n for n, x in public.items() if "eqattn" in getattr(x, "__module__", n)]
-    assert {"attention", "Carry", "Blockwise", "Dense", "dropout_mask", "save"} <= set(names)
+    assert {"attention", "Carry", "Blockwise", "Dense", "Causal", "ALiBi"} <= set(names)
     for name in names:
         assert getattr(eqattn, name).__doc__, name
 
 
-def test_type_checkers_see_the_names_that_are_imported_late():
-    tree = ast.parse(pathlib.Path(eqattn.__file__).read_text())
+# Programs that come from other libraries import these from the top.
+OTHERS = (
+    "ragged_mha ragged_gqa ragged_mqa reference_mha reference_gqa reference_mqa RingAttn "
+    "get_mha_cost_estimate ragged_flash_attention_kernel ring_attention blockwise_attn FwdParams "
+    "BwdParams PartitionManager PartitionAxis RuntimeMode dot_product_attention"
+).split()
+
+
+def test_names_at_home_in_a_room_are_found_at_the_top_but_not_listed():
+    program = """
+        import sys
+        import eqattn
+        from eqattn import ring_plan
+        assert "ring_plan" in vars(eqattn) and not {"ring_plan", "jax_nn"} & {*dir(eqattn)}
+        import eqattn.compat
+        assert not [m for m in sys.modules if m.startswith("eqattn.compat.")]
+        eqattn.ring_attention
+        assert "eqattn.compat.easydel" not in sys.modules
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    assert 30 <= len(eqattn._LISTED) <= 40
+    for name, room in eqattn._UNLISTED.items():
+        assert getattr(eqattn, name) is getattr(getattr(eqattn, room), name)
+        assert name in dir(getattr(eqattn, room))
+        assert name not in eqattn.__all__ and name not in dir(eqattn)
+    assert {n for n, room in eqattn._UNLISTED.items() if room == "compat"} == set(OTHERS)
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_what_is_gone_names_the_remedy(name):
+    remedy = rf"^eqattn.{name} is gone: use eqx.tree_serialise_leaves .*AttentionMetadata.to_json"
+    with pytest.raises(AttributeError, match=remedy):
+        getattr(eqattn, name)
+    assert not hasattr(eqattn, name) and name not in dir(eqattn)
+
+
+def imports_of_type_checkers(package):
+    """The names that type checkers see, by the module they come from, as `late_imports` has them."""
+    tree = ast.parse(pathlib.Path(package.__file__).read_text())
     block = next(n for n in tree.body if isinstance(n, ast.If))
-    seen = {
-        alias.asname: (node.module, alias.name)
+    return {
+        alias.asname: "." * (node.level - 1)
+        + node.module
+        + ("" if alias.name == alias.asname else f":{alias.name}")
         for node in block.body
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    assert eqattn._MODULE_OF == {
-        name: module if name == there else f"{module}:{there}"
-        for name, (module, there) in seen.items()
-    }
-    for name, (module, there) in seen.items():
-        home = importlib.import_module(f"eqattn.{module}")
-        assert getattr(eqattn, name) is getattr(home, there)
+
+
+@pytest.mark.parametrize("room", ["", ".compat", ".masks", ".scores", ".strategies"])
+def test_type_checkers_see_the_names_that_are_imported_late(room):
+    package = importlib.import_module(f"eqattn{room}")
+    late = inspect.unwrap(package.__getattr__ if room else eqattn._late_name)
+    places = inspect.getclosurevars(late).nonlocals["modules"]
+    assert imports_of_type_checkers(package) == places
+    for name, place in places.items():
+        module, _, there = place.partition(":")
+        home = importlib.import_module(f".{module}", package.__name__)
+        assert getattr(package, name) is getattr(home, there or name)

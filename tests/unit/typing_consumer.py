@@ -23,7 +23,6 @@ from eqattn import (
     Causal,
     Dense,
     dot_product_attention,
-    load,
     packed_segments,
     Platform,
     Ring,
@@ -31,7 +30,6 @@ from eqattn import (
     ring_plan,
     RingPlan,
     RuntimeMode,
-    save,
     ScoreFn,
     SlidingWindow,
     Support,
@@ -39,6 +37,7 @@ from eqattn import (
     Zigzag,
 )
 from eqattn.cache import KVCache
+from eqattn.compat import PartitionAxis, ring_attention as ring_attention_
 from eqattn.masks import AbstractMask, Sparsity
 from eqattn.nn import from_equinox, MultiheadAttention
 
@@ -62,6 +61,11 @@ attention(query, key_, value, score=jnp.tanh)  # type: ignore
 attention(query, key_, value, mask=query[0] > 0, score=[ALiBi.geometric(4)])
 dot_product_attention(query, key_, value, scale=jnp.ones(()), local_window_size=(3, jnp.array(0)))
 ring_attention(query, key_, value, sliding_window=(3, None))
+assert_type(ring_attention_(query, key_, value), Array)
+assert_type(PartitionAxis(), PartitionAxis)
+assert_type(eqattn.strategies.ring_plan(64, 4), RingPlan)
+assert_type(eqattn.masks.packed_segments([0, 3], 3), eqattn.masks.PackedSegments)
+eqattn.save  # type: ignore
 packed_segments([0, 3, 8], 8)
 dot_product_attention(query, key_, value, implementation="fast")  # type: ignore
 
@@ -123,11 +127,7 @@ SlidingWindow()  # type: ignore
 AbstractMask()  # type: ignore
 ScoreFn(lambda logit, b, h, q, k: logit - 0.1 * jnp.abs(q - k))
 
-# Files, plans, caches, layers
-save("strategy", strategy)
-assert_type(load("strategy", like=strategy), Ring)
-assert_type(load("strategy", like=metadata), AttentionMetadata)
-save("strategy", [1.0])  # type: ignore
+# Plans, caches, layers
 assert_type(ring_plan(64, 4), RingPlan)
 assert_type(ring_plan(64, 4).balance, float)
 cache = KVCache.empty(2, 16, 2, 16)

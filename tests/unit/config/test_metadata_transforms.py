@@ -110,6 +110,9 @@ def test_constants_and_arrays_change_places():
     none = AttentionMetadata()
     learnt = eqx.tree_at(lambda m: m.softmax_scale, none, jnp.ones(()), is_leaf=lambda x: x is None)
     assert learnt.softmax_scale == 1 and "softmax_scale=f32[]" in repr(learnt)
+    for m_, is_leaf in ((none, lambda x: x is None), (learnt, None)):
+        moved = eqx.tree_at(lambda m: m.softmax_scale, m_, 0.25, is_leaf=is_leaf)
+        assert jax.tree.leaves(moved) == [0.25]  # nothing is converted to a constant
     assert "softmax_scale=0.5" in repr(m)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(learnt)]
     assert paths == [".softmax_scale"]
