@@ -120,7 +120,10 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
         "mask": ("table",),
     },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
-    "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
+    # The keys of a list may lie on any device.
+    "ring": {"mask": ("selected",)},
+    "all_gather": {"mask": ("selected",)},
+    "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},  # two devices share the heads
     # Pages of 4 tokens, equally many on each device.
     "ragged_keys": {"length": _in_parts_of(4)},
     "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2))},
