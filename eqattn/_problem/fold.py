@@ -26,7 +26,6 @@ from .mesh import distinct
 from .operands import BlockOperands, WHOLE
 from .problem import is_unsure, Problem
 from .shards import HeadExchange
-from .tables import with_tables
 
 
 def fold_problem(
@@ -179,7 +178,7 @@ def _with_lookups(
     problem: Problem, blocking: Blocking, spread: HeadExchange, lowering: Lowering
 ) -> tuple[Problem, Problem]:
     """The problem whose mask tells the classes of blocks, and the one that is visited. Only the
-    latter has `Differences` and `Products`.
+    latter has `Differences`.
     """
     # Positions of tokens that are exchanged for heads lie otherwise than the tokens.
     if spread.inside and spread.size > 1:
@@ -189,8 +188,7 @@ def _with_lookups(
     parts = (*leaf_terms(problem.mask), *problem.scores)
     if not any(map(is_unsure, parts)) or not reads_differences(problem, blocking, lowering):
         return problem, problem
-    tables = lowering.multiplies_tables and not spread.axes
-    return problem, with_differences(with_tables(problem) if tables else problem)
+    return problem, with_differences(problem)
 
 
 def _visited(  # noqa: PLR0913 (what a call gives, each checked here)

@@ -39,7 +39,7 @@ from .closed_score import dtype_read, Held, MOVES, wide_step
 from .problem import is_unsure, Problem
 
 
-def without_calls(fn: Callable, avals: Sequence[Any]) -> Any:
+def _without_calls(fn: Callable, avals: Sequence[Any]) -> Any:
     """The closed jaxpr of a function, in which calls are inlined."""
     whole = jax.make_jaxpr(fn)(*avals)
     return jax.make_jaxpr(lambda *xs: replay(whole, *xs))(*avals)
@@ -69,14 +69,14 @@ def scalars_of(part: Any, like: Any) -> list:
     return [abstract(like, *x) for x in read]
 
 
-def scalar_like(problem: Problem) -> Array:
+def _scalar_like(problem: Problem) -> Array:
     """A number with the dtype of logits, which varies over the mesh axes of the call."""
     return vary(jnp.zeros((), problem.accumulation_dtype), varying_axes(problem.query))
 
 
-def given_to(part: Any, own: tuple, problem: Problem, at: Sequence[Any]) -> list[Array]:
+def _given_to(part: Any, own: tuple, problem: Problem, at: Sequence[Any]) -> list[Array]:
     """What a mask or a score is given at some indices, with the arrays of its own operands."""
-    like, scored = scalar_like(problem), isinstance(part, AbstractScore)
+    like, scored = _scalar_like(problem), isinstance(part, AbstractScore)
     arrays = [jnp.asarray(problem.canonical(x)) for x in own]
     if scored:
         arrays = [x.astype(dtype_read(x, like.dtype)) for x in arrays]
@@ -84,18 +84,11 @@ def given_to(part: Any, own: tuple, problem: Problem, at: Sequence[Any]) -> list
     return [vary(jnp.asarray(x), axes) for x in (*[like] * scored, *at, *arrays)]
 
 
-def with_parts(problem: Problem, one: Callable) -> Problem:
-    """The problem with what a function makes of each of its masks and scores."""
-    mask = None if problem.mask is None else map_terms(problem.mask, one)
-    return dataclasses.replace(problem, mask=mask, scores=tuple(map(one, problem.scores)))
-
-
 class _FoundMask(AbstractMask):
     """A mask with further operands, after its own."""
 
     mask: AbstractMask
     found: tuple[Any, ...]
-    finish: Callable = eqx.field(static=True)
 
     may_lack_kernels: ClassVar[bool] = True
 
@@ -103,7 +96,7 @@ class _FoundMask(AbstractMask):
         return (*self.mask.operands(), *self.found)
 
     def visible(self, b: Any, h: Any, q: Any, k: Any, *ids: Any) -> Any:
-        return self.finish(self.mask, (b, h, q, k, *ids), self.found)
+        return _finished(self.mask, (b, h, q, k, *ids), self.found)
 
 
 class _FoundScore(AbstractWrapper):
@@ -111,27 +104,12 @@ class _FoundScore(AbstractWrapper):
 
     score: AbstractScore
     found: tuple[Any, ...]
-    finish: Callable = eqx.field(static=True)
 
     def operands(self) -> tuple[Any, ...]:
         return (*self.score.operands(), *self.found)
 
     def transform(self, logit: Any, b: Any, h: Any, q: Any, k: Any, *operands: Any) -> Any:
-        return self.finish(self.score, (logit, b, h, q, k, *operands), self.found)
-
-
-def with_found(part: Any, found: tuple[Any, ...], finish: Callable) -> Any:
-    """A mask or a score with further operands.
-
-    **Arguments:**
-
-    - `part`: the mask or the score.
-    - `found`: the operands.
-    - `finish`: a function of the part, the scalars of a pair, and the operands. The last scalars
-        are what the operands have at the pair. It returns what the part is there.
-    """
-    kind: Any = _FoundScore if isinstance(part, AbstractScore) else _FoundMask
-    return kind(part, found, finish)
+        return _finished(self.score, (logit, b, h, q, k, *operands), self.found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +303,7 @@ def lookups_of(
     - `places`: the indices of the positions of query and key. With them, the function is split by
         what it looks up by the difference of these. The difference is an axis `"d"`.
     """
-    flat = without_calls(fn, avals)
+    flat = _without_calls(fn, avals)
     jaxpr = flat.jaxpr
     # For each variable, this holds the axes on which it varies, or None if it varies with queries
     # and keys. Whether it contains a lookup, and on which scalars it depends, follow.
@@ -433,7 +411,7 @@ def with_lookups(
         return part
     made = zip(arrays_of(lookups, own), lookups.axes)
     found = tuple(Differences(x) if differences else Operand(x, a) for x, a in made)
-    return with_found(part, found, _finished)
+    return (_FoundScore if isinstance(part, AbstractScore) else _FoundMask)(part, found)
 
 
 def looked_up(problem: Problem) -> Problem:
@@ -477,15 +455,16 @@ def _with_found(
         the operands.
     - `differences`: as for `with_lookups`.
     """
-    like = scalar_like(problem)
+    like = _scalar_like(problem)
 
     def one(part: Any) -> Any:
         if differences and not is_unsure(part):
             return part
-        found_of = lambda lookups, own: arrays_of(lookups, given_to(part, own, problem, at))
+        found_of = lambda lookups, own: arrays_of(lookups, _given_to(part, own, problem, at))
         return with_lookups(part, like, found_of, differences)
 
-    return with_parts(problem, one)
+    mask = None if problem.mask is None else map_terms(problem.mask, one)
+    return dataclasses.replace(problem, mask=mask, scores=tuple(map(one, problem.scores)))
 
 
 def _found(lookups: Lookups, given: Sequence[Array], acc: Any) -> list[Array]:

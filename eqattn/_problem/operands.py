@@ -33,7 +33,6 @@ from .lookups import Diagonals, Differences
 from .problem import Problem
 from .shards import HeadExchange
 from .storage import as_stored
-from .tables import multiplied, Products, Vectors
 
 
 WORDS = ("first_word", "second_word")
@@ -195,9 +194,6 @@ class BlockOperands:
                 kind = operand.windows if self.lowering.needs_windows else operand.diagonals
                 self.operands += (kind(role, self.blocking),)
                 continue
-            if isinstance(operand, Products):
-                self.operands += operand.blocks(role, self.blocking)
-                continue
             self._add(role, self.blocking.own_rows(canonical(operand), operand.axes))
         return slice(start, len(self.operands))
 
@@ -271,7 +267,7 @@ class BlockOperands:
         axes = varying_axes(*(x.array for x in (*self.operands, *self.values)))
         for i, score in enumerate(self.problem.scores):
             own = self.operands[self.groups[i]]
-            read = [x.read for x in own if not isinstance(x, Vectors)]
+            read = [x.read for x in own]
             closed.append(ClosedScore.of(score, acc, read, consts and consts[i], axes))
         return closed
 
@@ -403,10 +399,7 @@ class BlockOperands:
             if "row" in named:
                 both, of = (named["row"], named["column"], blocking), self.operands[first:]
                 read = [y.at(x, *both) if isinstance(y, Diagonals) else x for x, y in zip(read, of)]
-            if any(isinstance(y, Vectors) for y in self.operands):
-                read = multiplied(read, self.operands[first:])
             own = [read[g.start - first : g.stop - first] for g in self.groups]
-            own = [[x for x in xs if x is not None] for xs in own]
             mask = None
             if c == PARTIAL:
                 parts = [named[x] for x in ("valid", "valid_rows", "live") if x in named]

@@ -86,9 +86,6 @@ class Lowering(abc.ABC):
     needs_windows: ClassVar[bool] = False
     """Whether an array has a window of these for each block, which a block could not cut itself."""
 
-    multiplies_tables: ClassVar[bool] = False
-    """Whether it reads `table[q // n, k // n]` by a product of matrices, see `tables.py`."""
-
     least_listed: ClassVar[tuple[int, int]]
     """The least rows of logits and the least keys of a block that is visited where a list names it.
     Keys in smaller blocks are gathered.

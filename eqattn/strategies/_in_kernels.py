@@ -11,7 +11,6 @@ from .._jax import Literal
 from .._pairs import over_block
 from .._problem.lookups import without_lookups
 from .._problem.problem import is_unsure, of_a_user
-from .._problem.tables import without_tables
 from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, leaf_terms, placed, split_list, visible
 from ..scores._base import AbstractScore
@@ -102,8 +101,6 @@ def _left_to_kernels(
     key are left out, as they are done outside of kernels. So are those by `differences`, where the
     kernels repeat diagonals.
     """
-    part = without_lookups(part, False)
-    part = without_tables(part) if differences and kernels.multiplies_tables else part
     part = without_lookups(part, differences and kernels.repeats_diagonals)
 
     def block(axes, dtype):

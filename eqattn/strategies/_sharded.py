@@ -190,8 +190,6 @@ class AbstractSharded(AbstractFoldStrategy):
         place, lowering = self._place(), self.lowering(problem)
         if place is not None and place.explicit:
             return self._without_explicit_axes(self.fold, problem, place)
-        if place is not None and self._lists(problem.mask):
-            return self._fold_listed(problem, place), None
         problem = _with_shared_heads(problem, place)
         gathers = place is not None and place.gathers and not types_are_checked(problem)
         by_hand = self.fixed or gathers
@@ -268,26 +266,15 @@ class AbstractSharded(AbstractFoldStrategy):
 
     def check_lists(self, mask: AbstractMask | None) -> None:
         super().check_lists(mask)
-        if self._lists(mask) and self._place() is not None:
-            self.check_without_kernel("keys that are listed")
-
-    def _lists(self, mask: AbstractMask | None) -> bool:
-        return any(term.selects for term in leaf_terms(mask))
-
-    def _fold_listed(self, problem: Problem, place: SequenceSharding) -> Carry:
-        """Folds a problem whose mask lists keys, which may lie on any of the devices."""
-        from ._listed_shards import fold_listed
-
-        if problem.seed is not None and place.mesh is None:
-            seed = self._seed(problem.seed, problem, place.axes)
-            problem = dataclasses.replace(problem, seed=seed)
-        options: dict[str, Any] = dict(
-            block_q=self.metadata.blocksize_q,
-            block_k=self.metadata.blocksize_k,
-            fused=self.fused_backward,
-            partition=self.partition(problem),
+        lists = [type(term).__name__ for term in leaf_terms(mask) if term.selects]
+        if not lists or (place := self._place()) is None:
+            return
+        raise ValueError(
+            f"A {lists[0]} lists keys that may lie on any of the {place.devices} devices of axes "
+            f"{place.axes}, which shard the tokens; gather the keys first. Take Blockwise(metadata)"
+            " and, in your own jax.shard_map, give jax.lax.all_gather(x, axis, axis=1, tiled=True)"
+            " of key_ and value, and q_positions. Ragged(metadata, axis_name=) shards keys alone."
         )
-        return fold_listed(problem, place=place, **options)
 
     def shards_tokens(self) -> bool:
         return self._place() is not None

@@ -88,11 +88,13 @@ CASCADE = PER_KEY | {"mask": (*PER_KEY["mask"], "selected"), "dropout": (0.25,)}
 BY_DIFFERENCE = "t5", "t5_causal", "both", "differences"
 # What a target cannot do, as {axis: values}. Empty for those that do everything.
 TARGET_LIMITS: dict[str, dict[str, tuple]] = {
-    # No kernel reads operands with features, and those of Ragged read no table by both positions.
+    # No kernel reads operands with features, or tables by query and key in any way but by their
+    # difference, which those of Ragged do not read either.
     "tpu": {
         "dtype": ("float16", "float64"),
         "operands": ("float64",),
-        "score": ("features",),
+        "score": ("features", "table"),
+        "mask": ("table",),
     },
     "tpu_ragged": {
         "dtype": ("float16", "float64"),
@@ -101,7 +103,10 @@ TARGET_LIMITS: dict[str, dict[str, tuple]] = {
         "mask": ("table",),
     },
     "latent": {"lead": ((), (2, 2))},  # what is stored has one batch axis
-    "ulysses": {"heads": ((1, 1),)},  # two devices share the heads
+    # The keys of a list may lie on any device.
+    "ring": {"mask": ("selected",)},
+    "all_gather": {"mask": ("selected",)},
+    "ulysses": {"heads": ((1, 1),), "mask": ("selected",)},  # two devices share the heads
     # Pages of 4 tokens, equally many on each device.
     "ragged_keys": {"length": _in_parts_of(4)},
     "paged_keys": {"length": _in_parts_of(16), "lead": ((), (2, 2))},
@@ -155,9 +160,8 @@ def invalid(case: Case) -> str | None:
     narrow = ("bfloat16", "float16") if in_place else ("bfloat16",)
     if kernel and case.get("dtype") in narrow and case.get("transform") == "hvp":
         return "the bound does not know the rounding of the derivative of cotangent / denominator"
-    of_both = case.get("score") in ("differences", "table")
-    placed = case.get("mask") in ("tree", "selected") and of_both
-    if placed and case.get("target") in (("tpu", 1), ("gpu", 1), ("triton", 1)):
+    far = case.get("mask") in ("tree", "selected") and case.get("score") == "differences"
+    if far and case.get("target") in (("tpu", 1), ("gpu", 1), ("triton", 1)):
         return "positions do not count up, or keys are gathered"
     for axis, values in TARGET_LIMITS.get(case.get("target", ("",))[0], {}).items():
         if axis in case and case[axis] in values:
@@ -307,7 +311,8 @@ def of_the_tpu(strength: int) -> tuple[Case, ...]:
     other = {
         "dtype": {"float16": "bfloat16", "float64": "float32"},
         "operands": {"float64": "float32"},
-        "score": {"features": "none"},
+        "score": {"features": "none", "table": "lookup"},
+        "mask": {"table": "function"},
     }
     return tuple(_on_kernels(strength, "blockwise", "tpu", other))
 

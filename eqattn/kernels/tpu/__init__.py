@@ -142,7 +142,6 @@ class TPULowering(Lowering):
     repeats_diagonals = True
     joins_pairs = True
     needs_windows = True
-    multiplies_tables = True
     # On v6e, a step took 429 cycles with blocks of 128 x 128, 451 with 256 keys and 761 with blocks
     # of 512. These are schedules of listed blocks, see `_LISTED` in
     # `tests/measure/tpu_report/kernels.py`.

@@ -19,9 +19,6 @@ from _tpu_schedule import Schedule
 
 
 APART = "ScoreFn(lambda s, b, h, q, k: s + table[abs(q - k) % 32, h])"
-# Both read tables by blocks of queries and of keys.
-SEEN = "MaskFn(lambda b, h, q, k: seen[q // 128, k // 128] | (q == k))"
-ADDED = "ScoreFn(lambda s, b, h, q, k: s + table[q // 16 % 32, k // 128])"
 # Each with what differs from the plain call.
 CASES: dict[str, dict] = {
     "plain": {},
@@ -64,10 +61,7 @@ CASES: dict[str, dict] = {
     },
     "differences": {"mask": "MaskFn(lambda b, h, q, k: starts[abs(q - k)] > 0)", "score": APART},
     "differences, float32": {"mask": "Causal()", "score": APART, "dtype": "float32"},
-    "tables": {"mask": SEEN, "score": ADDED},
-    "tables, float32": {"mask": SEEN, "score": ADDED, "dtype": "float32"},
-    "tables, grouped": {"mask": SEEN, "score": ADDED, "kv_heads": 2, "tokens": 333},
-    # Reads a table at places that depend on query and key in another way, and so runs XLA.
+    # Reads a table by query and key, and not by their difference, and so runs XLA.
     "both": {
         "score": "ScoreFn(lambda s, b, h, q, k: s + slopes[(q * k) % 4])",
         "platform": "auto",
@@ -275,7 +269,6 @@ def compiled(chip: str, case: str):  # noqa: C901 (a switch over kinds)
         "listed": array(1, 1, t, 64, dtype=jnp.int32),
         "listed_blocks": array(1, spec.kv_heads, -(-t // 128), 2, dtype=jnp.int32),
         "slopes": array(4, dtype=jnp.float32),
-        "seen": array(4, 4, dtype=jnp.bool_),
         "starts": array(512, dtype=jnp.int32),
         "table": array(32, 4, dtype=jnp.float32),
     }

@@ -325,6 +325,8 @@ def test_what_there_is_no_kernel_for():
         "triton", "has a (gather|dynamic_slice), which the compiler", *arrays("triton"), score=FAR
     )
     refuses("triton", "up to 256 numbers, not 264 and 264", *WIDE)
+    of_blocks = MaskFn(lambda b, h, q, k: jnp.ones((64, 64))[q // 8, k // 8] > 0)
+    refuses("tpu", "MaskFn has a .* platform='auto' or 'xla'", *arrays("tpu"), mask=of_blocks)
     for backend in ("tpu", "cuda", "triton"):
         assert not how(backend, "pallas").supports(score=FAR)
 

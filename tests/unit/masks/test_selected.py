@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import (
     ALiBi,
+    AllGather,
     attention,
     AttentionMetadata,
     Blockwise,
@@ -340,53 +341,60 @@ SEGMENTS = np.sort(RNG.integers(0, 2, (B, S)), -1).astype(np.int32)
 
 
 @pytest.mark.parametrize("layout", [Zigzag()], ids=str)
-def test_lists_in_a_shard_map_of_ones_own(layout):
-    """Of pieces of the queries, of their lists and of the keys, which list places in the whole
-    sequence. The lists are those that `top_keys` makes there.
+def test_keys_that_are_gathered_first(layout):
+    """In a `jax.shard_map` of one's own, which has pieces of the queries, of their lists and of the
+    keys. The lists are those that `top_keys` makes there, of places in the whole sequence.
     """
     x = jnp.asarray(RNG.normal(size=(B, S, H, D)), jnp.float32)
-    ids = jnp.asarray(SEGMENTS)
-    strategy, spec = Ring(axis_name="sp", layout=layout), P(None, "sp")
+    ids, places, spec = jnp.asarray(SEGMENTS), jnp.arange(S), P(None, "sp")
+    ring = Ring(axis_name="sp", layout=layout)
 
-    def local(query, key, ids):
-        mask = Causal() & Segments(ids)
-        top = top_keys(query[:, :, :1], key[:, :, :1], 4, strategy, mask=mask)
-        listed = mask & Selected(top.indices)
-        return attention(query, key, key, strategy, mask=listed).attention_outputs
+    def local(query, key, ids, places):
+        whole = lambda x, axis=1: jax.lax.all_gather(x, "sp", axis=axis, tiled=True)
+        top = top_keys(query[:, :, :1], key[:, :, :1], 4, ring, mask=Causal() & Segments(ids))
+        mask = Causal() & Segments(ids, whole(ids)) & Selected(top.indices)
+        at = dict(q_positions=places, kv_positions=whole(places, 0))
+        keys = whole(key)
+        return attention(query, keys, keys, Blockwise(), mask=mask, **at).attention_outputs
 
-    def whole(query, key, ids):
+    def dense(query, key):
         logits = jnp.einsum("bthd,bshd->bhts", query[:, :, :1], key[:, :, :1]) * D**-0.5
         seen = jnp.tri(S, dtype=bool)[None] & (ids[:, :, None] == ids[:, None])
         values = jax.lax.top_k(jnp.where(seen[:, None], logits, -jnp.inf), 4)[0]
         seen = seen[:, None] & (logits >= values[..., -1:])
-        return attention(query, key, key, Dense(), mask=DenseMask(seen)).attention_outputs
+        z = jnp.einsum("bthd,bshd->bhts", query, key) * D**-0.5
+        p = jax.nn.softmax(jnp.where(seen, z, -jnp.inf))
+        return jnp.einsum("bhts,bshd->bthd", p, key)
 
-    ring = jax.shard_map(local, mesh=MESH, in_specs=(spec,) * 3, out_specs=spec)
-    move = lambda x, f: f(x, 2)
+    mapped = jax.shard_map(
+        local, mesh=MESH, in_specs=(spec,) * 3 + (P("sp"),), out_specs=spec, check_vma=False
+    )
+    there = layout.permute(ids, 2, 1), layout.permute(places, 2, 0)
+    ours = lambda *xs: layout.unpermute(mapped(*[layout.permute(x, 2) for x in xs], *there), 2)
     both = []
-    for fn in (lambda *xs: move(ring(*[move(x, layout.permute) for x in xs], permuted), layout.unpermute),
-               lambda *xs: whole(*xs, ids)):  # fmt: skip
-        permuted = move(ids, layout.permute)
-
-        @jax.jit
-        def run(*xs, fn=fn):
-            out, pull = jax.vjp(fn, *xs)
-            return out, pull(jnp.cos(out))
-
-        both.append(run(x, x))
+    for fn in (ours, dense):
+        loss = lambda *xs, fn=fn: jnp.sin(3 * fn(*xs)).sum()
+        both.append(
+            jax.jit(lambda *xs, fn=fn, loss=loss: (fn(*xs), jax.grad(loss, (0, 1))(*xs)))(x, x)
+        )
     assert_close(*both)
+
+
+@pytest.mark.parametrize("kind", [Ring, Ulysses, AllGather])
+def test_strategies_that_shard_tokens_say_to_gather_first(kind):
+    for mask in (Selected(np.zeros((1, 6, 1), int)), Selected(np.zeros((1, 3, 1), int), 2, 2)):
+        strategy = kind(mesh=MESH, axis_name="sp")
+        message = r"Selected lists keys .* 2 devices of axes \('sp',\).*gather the keys first"
+        with pytest.raises(ValueError, match=message):
+            attention(Q, Q, Q, strategy, mask=Causal() & mask)
+        assert "gather the keys first" in strategy.supports(mask=mask).reason
+        # One device holds all keys.
+        one = jax.make_mesh((1,), ("sp",), devices=jax.devices()[:1])
+        assert kind(mesh=one, axis_name="sp").supports(mask=mask)
 
 
 def test_what_cannot_visit_a_list_says_so():
     mask = Selected(np.zeros((1, 6, 1), int))
-    kernels = AttentionMetadata(platform="pallas", backend="tpu", mesh=MESH)
-    ring = Ring(kernels, axis_name="sp")
-    assert (
-        "no kernel of Ring for this call on a TPU (keys that are listed)"
-        in ring.supports(mask=mask).reason
-    )
-    assert Ring(mesh=MESH, axis_name="sp").supports(mask=mask)
-    assert "negated" in Ring(mesh=MESH, axis_name="sp").supports(mask=~mask).reason
     assert Blockwise().supports(mask=mask & Causal()) and Dense().supports(mask=~mask)
     assert "negated" in Blockwise().supports(mask=~mask).reason
     kernel = Blockwise(AttentionMetadata(platform="pallas", backend="tpu"))

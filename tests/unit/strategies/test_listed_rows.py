@@ -172,40 +172,36 @@ def test_gradients_of_what_devices_share_are_summed_wide():
 
 # The parents of a root and of its two branches, which have two tokens each.
 BRANCHES = [-1, 0, 0, 1, 2]
-WHERE = "explicit", "own", "own checked", "own of all axes", "vmap", "eager", "in a tree", "ring"
+WHERE = "explicit", "own", "own checked", "own of all axes", "vmap", "eager", "in a tree"
 
 
 @pytest.mark.parametrize("where", ["mixed"])
 def test_lists_wherever_axes_are(where):  # noqa: C901 (a switch over kinds)
     """Axes of explicit meshes, automatic ones beside an explicit one that shards nothing, a `jax.shard_map` of the caller's, over all axes or next to some that
-    are automatic, calls for one batch element under `jax.vmap`, calls outside of `jax.jit`, and
-    sharded tokens. No list and no gradient of listed keys travels, but for axes that are automatic
+    are automatic, calls for one batch element under `jax.vmap`, and calls outside of `jax.jit`.
+    No list and no gradient of listed keys travels, but for axes that are automatic
     in a checked `jax.shard_map`.
     """
     rng, t = np.random.default_rng(1), 24
     kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
-    rows, heads = ("sp" if where == "ring" else None), (None if where == "mixed" else "tp")
-    sizes = (2, 2, 2) if where in ("ring", "mixed") else (4, 2, 1)
+    heads = None if where == "mixed" else "tp"
+    sizes = (2, 2, 2) if where == "mixed" else (4, 2, 1)
     kinds = kind, kind, AxisType.Explicit if where == "mixed" else kind
     mesh = jax.make_mesh(sizes, ("dp", "tp", "sp"), axis_types=kinds)
     draw = lambda heads: jnp.asarray(rng.normal(size=(B, t, heads, D)), jnp.float32)
-    specs = (P("dp", rows, heads),) * 3 + (P("dp", heads, rows), P("dp"), P("dp", rows, heads))
+    specs = (P("dp", None, heads),) * 3 + (P("dp", heads), P("dp"), P("dp", None, heads))
     lists, shift = rng.integers(-1, t, (B, K, t, 5), np.int32), np.arange(B, dtype=np.int32)
     arrays = draw(H), draw(K), draw(K), jnp.asarray(lists), jnp.asarray(shift), draw(H)
 
-    def call(q, k, v, lists, shift, strategy=Blockwise):
+    def call(q, k, v, lists, shift):
         mask, options = Selected(lists) & Causal(), dict(q_offset=shift)
         if where == "in a tree":
             mask, options = mask & Tree(BRANCHES, t - 5) & SlidingWindow(9, 0), {}
-        if where == "ring":
-            options = {}
-        return attention(q, k, v, strategy(), mask=mask, **options).attention_outputs
+        return attention(q, k, v, Blockwise(), mask=mask, **options).attention_outputs
 
     def ours(*xs):
         if where == "vmap":
             return jax.vmap(call)(*xs)
-        if where == "ring":
-            return call(*xs, strategy=Ring)
         if not where.startswith("own"):
             return call(*xs)
         whole = where.endswith("all axes")
@@ -226,8 +222,6 @@ def test_lists_wherever_axes_are(where):  # noqa: C901 (a switch over kinds)
         else:
             program = jax.jit(gradients).lower(*given).compile()
             found, text = program(*given), program.as_text()
-            if where == "ring":  # Each device gathers all keys of its rows and heads.
-                text = text.replace(f"f32[2,{t},1,{D}]{{3,2,0,1}} all-gather(", "")
             moved = [x for x in COLLECTIVES[:3] if f" {x}(" in text or f" {x}-start(" in text]
             assert bool(moved) == (where == "own checked"), moved
 
@@ -237,8 +231,6 @@ def test_lists_wherever_axes_are(where):  # noqa: C901 (a switch over kinds)
         chain = [*range(-1, t - 6), *(t - 6 if x < 0 else t - 5 + x for x in BRANCHES)]
         q_at, k_at = om.tree_positions(t, t, chain, 0)
         visible = visible & om.tree(t, t, chain, 0) & (q_at - k_at <= 9)
-    elif where == "ring":
-        visible = visible & om.causal(t, t)
     else:
         visible = visible & np.concatenate([om.causal(t, t, q_offset=x) for x in shift])
     plain = [np.asarray(x).astype(np.float64) for x in (*arrays[:3], arrays[-1])]
