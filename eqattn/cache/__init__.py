@@ -2,8 +2,8 @@
 
 from .._problem.storage import (
     AbstractStored as AbstractStored,
-    Bits as Bits,
-    Joined as Joined,
+    Bitcast as Bitcast,
+    LatentKV as LatentKV,
     Pages as Pages,
     Quantized as Quantized,
 )

@@ -19,7 +19,7 @@ from .._pairs import Operand
 from .._problem.mesh import on_mesh_of
 from .._problem.problem import cached
 from .._problem.shards import stored_specs
-from .._problem.storage import AbstractStored, Bits, check_computable, Quantized
+from .._problem.storage import AbstractStored, Bitcast, check_computable, Quantized
 from .._run_time import raise_if
 from ..masks._base import AbstractMask
 from ..masks._segments import KeyPadding
@@ -203,7 +203,7 @@ def _at_once(fn: Callable) -> Callable:
 def _is_simple(cache: Any, arrays: Any) -> bool:
     """Whether a cache and some arrays may be the arguments of one program, see `_at_once`."""
     held = jax.tree.leaves((cache, arrays), is_leaf=lambda x: isinstance(x, AbstractStored))
-    own = all(type(x) in (Bits, Quantized) for x in held if isinstance(x, AbstractStored))
+    own = all(type(x) in (Bitcast, Quantized) for x in held if isinstance(x, AbstractStored))
     if not own or type(cache).__module__.split(".")[0] != __name__.split(".")[0]:
         return False
     leaves = jax.tree.leaves((cache, arrays))
@@ -352,9 +352,9 @@ def empty_pair(
     head_shares: int = 1,
 ) -> list[Any]:
     """Zeros for keys `[*lead, dims[0]]` and for values `[*lead, dims[1]]`: as
-    [`eqattn.cache.Quantized`][] if `stored` is a dtype, or else arrays or [`eqattn.cache.Bits`][].
-    With `bits` None they are bits where XLA could not write a part of an array in place: on a CPU,
-    bfloat16.
+    [`eqattn.cache.Quantized`][] if `stored` is a dtype, or else as arrays or
+    [`eqattn.cache.Bitcast`][]. With `bits` None they are bits where XLA could not write a part of
+    an array in place: on a CPU, bfloat16.
     """
     if bits and stored is not None:
         raise ValueError(
@@ -367,7 +367,7 @@ def empty_pair(
     def zeros(dim: int) -> Any:
         if stored is not None:
             return Quantized.zeros((*lead, dim), stored, dtype, head_shares)
-        return (Bits.zeros if as_flag(bits, "bits") else jnp.zeros)((*lead, dim), dtype)
+        return (Bitcast.zeros if as_flag(bits, "bits") else jnp.zeros)((*lead, dim), dtype)
 
     return [zeros(dim) for dim in dims]
 

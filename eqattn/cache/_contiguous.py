@@ -66,8 +66,8 @@ class KVCache(AbstractCache):
         - `kv_heads`, `head_dim`, `value_dim`: the number of key heads, and the sizes of a key and
             of a value. The default of `value_dim` is `head_dim`.
         - `dtype`: the dtype of keys and values when they are read, which is that of the queries.
-        - `bits`: whether numbers are kept as [`eqattn.cache.Bits`][]; None means, where that makes
-            writing faster: on a CPU, for bfloat16.
+        - `bits`: whether numbers are kept as [`eqattn.cache.Bitcast`][]; None means, where that
+            makes writing faster: on a CPU, for bfloat16.
         - `stored`: int8 or a float8 dtype to keep [`eqattn.cache.Quantized`][] numbers in, with a
             scale for each key vector and each value vector; or None.
         - `head_shares`: how many devices share the heads of quantized numbers.

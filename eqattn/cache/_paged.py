@@ -206,8 +206,8 @@ def _released(table: Array, length: Array, rows: Array) -> tuple[Array, Array]:
 
 
 class AbstractPagePool(eqx.Module):
-    """What `PagedKVCache` and `StackedPagedKVCache` have in common. Where pages have several layers,
-    these are the second axis of the pools, and the first one of the lengths.
+    """What `PagedKVCache` and `StackedPagedKVCache` have in common. Where pages have several
+    layers, these are the second axis of the pools, and the first one of the lengths.
     """
 
     key_pages: Float[Array | AbstractStored, "p *layers n k d"]
@@ -344,7 +344,7 @@ class PagedKVCache(AbstractPagePool, AbstractCache):
         - `dtype`: the dtype of keys and values when they are read.
         - `stored`: int8 or a float8 dtype to quantize to, or None.
         - `head_shares`: how many devices share the heads of quantized pages.
-        - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][]; None as for
+        - `bits`: whether pages that are not quantized are [`eqattn.cache.Bitcast`][]; None as for
             `KVCache.empty`.
         - `devices`: how many devices share the pages. The capacity is rounded up, so that each has
             as many parts of a row as the others.
@@ -397,7 +397,7 @@ class StackedPagedKVCache(AbstractPagePool, AbstractStack):
 
     - `key_pages`, `value_pages`: the pools of pages, `[pages, layers, page size, k, d]` and
         `[pages, layers, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
-        [`eqattn.cache.Bits`][]. `StackedPagedKVCache.empty` makes them.
+        [`eqattn.cache.Bitcast`][]. `StackedPagedKVCache.empty` makes them.
     - `table`, `devices`: as for [`eqattn.cache.PagedKVCache`][].
     - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
     """

@@ -3,7 +3,7 @@
 from .._problem.problem import Problem as Problem
 from ._base import AttentionImpl as AttentionImpl, Support as Support
 from ._fold_strategy import AbstractFoldStrategy as AbstractFoldStrategy
-from ._on_device import fold as fold, read_twice as read_twice
+from ._on_device import accumulate_in_fp32 as accumulate_in_fp32, fold as fold
 from .all_gather import AllGather as AllGather
 from .blockwise import Blockwise as Blockwise
 from .dense import Dense as Dense
