@@ -1,5 +1,6 @@
 """`cascade_attention()`: pages that rows share are read once for all of these rows."""
 
+import dataclasses
 import functools as ft
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from .._jax import varying_axes
 from .._misc import accumulation_dtype, as_array, as_flag, as_int, as_int32, widened
 from .._output import AttentionOutput
 from .._problem.problem import as_mask, as_scores, check_shapes
-from .._problem.shards import scores_in_sums, wide_pages
+from .._problem.shards import scores_in_sums
 from .._problem.storage import in_pages, Pages
 from ..cache import AbstractCache
 from ..masks._base import AbstractMask, check_positions, given, leaf_terms, moved_positions
@@ -116,7 +117,7 @@ def cascade_attention(  # noqa: PLR0913 (one argument for each option of a call)
     mask, scores = as_mask(mask), as_scores(score)
     key = _checked(cache, strategy, mask)
     query = jnp.asarray(as_array(query, "query"))
-    value = key.first or in_pages(cache.value)
+    value = key.c_kv or in_pages(cache.value)
     check_shapes(query, key, value)
     b, t = query.shape[:2]
     offset = jnp.asarray(as_int32(q_offset, "q_offset"))
@@ -201,8 +202,8 @@ def _in_sums(
     seen = jax.tree.leaves((query, key, strategy, scores, varies))
     scores = scores_in_sums(scores, acc, varying_axes(*filter(eqx.is_array, seen)))
     if not (isinstance(strategy, AbstractOnDevice) and strategy.multiplies_narrow()):
-        query, key = query.astype(acc), wide_pages(key)
-        value = key.first or wide_pages(value)
+        query = query.astype(acc)
+        key, value = (dataclasses.replace(x, in_sums=True) for x in (key, value))
     return (query, key, value, strategy), scores
 
 
@@ -245,7 +246,7 @@ def _over_prefixes(
     output = attention(
         queries_of(packed, place),
         keys,
-        keys.first or value.rows(place.row),
+        keys.c_kv or value.rows(place.row),
         eqx.tree_at(lambda s: s.metadata, strategy, whole),
         mask=shown if mask is None else shown & mask_of_rows(mask, rows),
         score=scores_of_rows(scores, rows, query.dtype) or None,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from .._misc import as_array, as_flag, as_int, as_int32, concrete
 from .._output import AttentionOutput
 from .._problem.problem import as_mask, as_positions, as_scores
-from .._problem.storage import AbstractStored, read_once, StackLayer
+from .._problem.storage import AbstractStored, StackLayer, values_from_keys
 from .._run_time import raise_if
 from ..masks._base import check_call
 from ..masks._causal import Causal
@@ -119,11 +119,11 @@ def ragged_attention(  # noqa: PLR0913 (one argument for each option of a call)
     shown = KeyPadding(jnp.where(place.live, lengths[row], 0), starts[row])
     for more in (Causal() if causal else None, mask):
         shown = shown if more is None else shown & more
-    size, once = strategy.block_sizes()[1], read_once(key_, value) is not value
+    size, once = strategy.block_sizes()[1], values_from_keys(key_, value) is not value
     if sharers.devices > 1:  # The pages of a stack lie in one order, not in turn on the devices.
         key_, value = (x.alone() if isinstance(x, StackLayer) else x for x in (key_, value))
     keys = pages_of_rows(key_, row, size, sharers)
-    latents = keys.first if once else None
+    latents = keys.c_kv if once else None
     output = attention(
         queries_of(query, place),
         keys,

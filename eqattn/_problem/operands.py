@@ -169,7 +169,7 @@ class BlockOperands:
     def _store(self) -> None:
         """Adds the operands of keys and values that stay in place, and of where these are found."""
         key, value = (as_stored(x) for x in (self.problem.key, self.problem.value))
-        both = [key, value if value.arrays or self.lowering.shares_blocks else key.first]
+        both = [key, value if value.arrays or self.lowering.shares_blocks else key.c_kv]
         self.held = [in_shares(x, self.blocking, self.lowering) for x in both]
         placed = in_place(self.held, self.blocking, self.lowering)
         self.values, self.pages = placed.values, placed.sizes

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array
 
 from .._carry import Carry, safe_max
 from .._jax import compiled, summed_wide, vary, varying_axes
@@ -63,7 +63,7 @@ from .closed_score import (
 )
 from .mesh import ManualAxes, merged_axes, shard_map_wide, split_axis, token_axis
 from .problem import Problem
-from .storage import AbstractStored, as_stored, Leading, Pages, StackLayer
+from .storage import AbstractStored, as_stored, Pages, StackLayer, ValuesFromKeys
 
 
 def merged_over(carry: Carry, axis: str) -> Carry:
@@ -168,7 +168,7 @@ class ShardedKeys(eqx.Module):
     def check(self, n: int, axis: str, inside: bool) -> None:
         """**Raises:** `ValueError`, with the remedy, for keys that `n` devices cannot share."""
         for name, x in (("key_", self.key), ("value", self.value)):
-            if isinstance(x, Leading):  # it is a part of the keys
+            if isinstance(x, ValuesFromKeys):  # it is a part of the keys
                 continue
             devices = x.devices if isinstance(x, Pages) else n
             if isinstance(x, Pages) != self.paged or devices != n:
@@ -237,9 +237,9 @@ class ShardedKeys(eqx.Module):
         elif positions is None:
             size = key.shape[1]
             positions = (index * size + iota(size))[None]
-        if isinstance(value, Leading):  # it is a part of this device's keys
-            first = as_stored(key).first
-            value = value if first is None else Leading(first.shape, first.dtype)
+        if isinstance(value, ValuesFromKeys):  # it is a part of this device's keys
+            c_kv = as_stored(key).c_kv
+            value = value if c_kv is None else ValuesFromKeys(c_kv.shape, c_kv.dtype)
         problem = self.rest
         axes, acc = varying_axes(*jax.tree.leaves((key, scores))), problem.accumulation_dtype
         bound = bound_scores(problem.scores, scores, self.consts, acc, axes)
@@ -447,53 +447,6 @@ def fold_own_rows(problem: Problem, manual: ManualAxes, fold: Callable[[Problem]
     return compiled(jax.jit(mapped))(arrays)
 
 
-class Widened(AbstractStored):
-    """Stored numbers that are read in the dtype of sums. So a query in that dtype reads them, too.
-
-    **Arguments:**
-
-    - `stored`: the numbers, without a table.
-    """
-
-    stored: AbstractStored
-
-    @property
-    def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
-        return self.stored.arrays
-
-    @property
-    def flat(self) -> tuple[bool, ...]:
-        return self.stored.flat
-
-    def in_shares(self, n: int) -> AbstractStored:
-        return Widened(self.stored.in_shares(n))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> Any:
-        return accumulation_dtype(self.stored.dtype)
-
-    @property
-    def itemsize(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.stored.itemsize
-
-    @property
-    def first(self) -> Any:
-        first = self.stored.first
-        return None if first is None else Widened(first)
-
-    def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
-        return self.stored.decode(*arrays).astype(self.dtype)
-
-
-def wide_pages(pages: Pages) -> Pages:
-    """Pages whose numbers are read in the dtype of sums."""
-    return Pages(Widened(pages.stored), pages._table, pages.devices)
-
-
 def with_wide_sums(problem: Problem, lowering: Lowering, *names: str) -> Problem:
     """A problem in which these of query, key and value are in the dtype of sums, where the lowering
     computes products in that dtype anyway: XLA does on a CPU. A gradient that is a sum over visits
@@ -510,7 +463,7 @@ def with_wide_sums(problem: Problem, lowering: Lowering, *names: str) -> Problem
     return dataclasses.replace(problem, **{n: widened(x, acc) for n, x in arrays.items()})
 
 
-def read_twice(problem: Problem, lowering: Lowering, in_place: bool = False) -> Problem:
+def accumulate_in_fp32(problem: Problem, lowering: Lowering, in_place: bool = False) -> Problem:
     """A problem that is visited in two parts. What scores read, and the scale, are in the dtype of
     sums, so that their gradients, each a sum over both visits, round once. What varies over pairs
     stays as it is: each pair is in one of the visits.

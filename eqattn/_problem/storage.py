@@ -93,7 +93,7 @@ class AbstractStored(eqx.Module):
         return None
 
     @property
-    def first(self) -> Any:
+    def c_kv(self) -> Any:
         """The first features of each vector as an `AbstractStored`, if they lie in separate arrays;
         else None.
         """
@@ -276,7 +276,7 @@ class Quantized(AbstractStored):
 # error, what is left of a gradient would be that of the scales.
 _NO_GRADIENT = (
     "Quantized numbers have no gradient of the keys and values that they are made of, such as what "
-    "is appended to a cache of 8 bits: make a KVCache, or a PagedKVCache without stored=, or stop "
+    "is appended to a cache of 8 bits: make a KVCache or a PagedKVCache without stored=, or stop "
     "their gradient."
 )
 
@@ -300,8 +300,7 @@ def _check_eight_bits(dtype: Any, name: str) -> None:
     if not dtype.name.startswith(("int8", "float8_e3", "float8_e4", "float8_e5")):  # all signed
         raise ValueError(
             f"{name} must be int8 or a float8 dtype, as which Quantized numbers are stored, got "
-            f"{dtype.name}; "
-            "KVCache, and PagedKVCache without stored=, keep numbers as they are."
+            f"{dtype.name}; a cache that is made without stored= keeps numbers as they are."
         )
 
 
@@ -328,26 +327,33 @@ class Pages(AbstractStored):
     **Arguments:**
 
     - `content`: the pages `[pages, page size, k, d]`: an array, [`eqattn.cache.Quantized`][] or
-        [`eqattn.cache.Bits`][].
+        [`eqattn.cache.Bitcast`][].
     - `table`: the page of each part of a row, int32 `[b, n]`. Entries of parts that a mask hides
         may be any page. Those below 0 are read as page 0, those that are too large as the last.
     - `devices`: the number of devices that share the pages, each an equal run of them. Then the
         pages of the parts `i`, `i + devices`, ... of each row must be those of device `i`.
+    - `in_sums`: whether the numbers are read in the dtype of sums, as a query in that dtype needs.
     """
 
     content: Any
     _table: Int[Array, "b n"] = int32_field("table")
     devices: int = eqx.field(static=True, default=1)
+    in_sums: bool = eqx.field(static=True, default=False)
+
+    def _with(self, content: Any, table: Any = None) -> "Pages":
+        """Pages that differ in their content or in their table."""
+        table = self._table if table is None else table
+        return Pages(content, table, self.devices, self.in_sums)
 
     def rows(self, rows: Int[Array, " n"]) -> "Pages":
         """Returns the same pages with the rows at these indices."""
-        return Pages(self.content, self._table[rows], self.devices)
+        return self._with(self.content, self._table[rows])
 
     def share(self, index: Int[Array, ""]) -> "Pages":
         """The parts of the rows that lie in the pages of a device, where `content` is these."""
         table = self._table.reshape(self._table.shape[0], -1, self.devices)
         table = lax.dynamic_index_in_dim(table, index, 2, keepdims=False)
-        return Pages(self.content, table - index * self.stored.shape[0])
+        return Pages(self.content, table - index * self.stored.shape[0], in_sums=self.in_sums)
 
     @property
     def stored(self) -> AbstractStored:
@@ -369,7 +375,7 @@ class Pages(AbstractStored):
 
     def in_shares(self, n: int) -> AbstractStored:
         stored = self.stored.in_shares(n)
-        return self if isinstance(stored, Stored) else Pages(stored, self._table, self.devices)
+        return self if isinstance(stored, Stored) else self._with(stored)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -377,7 +383,8 @@ class Pages(AbstractStored):
 
     @property
     def dtype(self) -> Any:
-        return self.stored.dtype
+        dtype = self.stored.dtype
+        return accumulation_dtype(dtype) if self.in_sums else dtype
 
     @property
     def numbers(self) -> Int[Array, "b n"]:
@@ -389,12 +396,13 @@ class Pages(AbstractStored):
         return jnp.clip(self._table, 0, self.stored.shape[0] - 1)
 
     @property
-    def first(self) -> Any:
-        first = self.stored.first
-        return None if first is None else Pages(first, self._table, self.devices)
+    def c_kv(self) -> Any:
+        c_kv = self.stored.c_kv
+        return None if c_kv is None else self._with(c_kv)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
-        return self.stored.decode(*arrays)
+        made = self.stored.decode(*arrays)
+        return made.astype(self.dtype) if self.in_sums else made
 
 
 def as_stored(x: Any) -> AbstractStored:
@@ -412,80 +420,81 @@ def check_computable(**dtypes: Any) -> None:
         if jnp.dtype(dtype).itemsize < 2:
             raise TypeError(
                 f"{name} must be bfloat16 or wider, got {jnp.dtype(dtype)}: cast it. A cache such "
-                "as QuantizedKVCache.empty(..., stored=jnp.float8_e4m3fn) keeps narrower numbers."
+                "as KVCache.empty(..., stored=jnp.float8_e4m3fn) keeps narrower numbers."
             )
 
 
-class Joined(AbstractStored):
+class LatentKV(AbstractStored):
     """Vectors whose features lie in two places, one part after the other.
 
-    Where a call has such keys and, for values, their `first` part, `Ragged` reads that part once:
+    Where a call has such keys and, for values, their part `c_kv`, `Ragged` reads that part once:
 
-        attention(query, keys, keys.first, Ragged())
+        attention(query, keys, keys.c_kv, Ragged())
 
     **Arguments:**
 
-    - `first`: the first features, `[..., s, k, v]`.
-    - `rest`: the other features, `[..., s, k, d - v]`. Both are arrays,
-        [`eqattn.cache.Quantized`][] or [`eqattn.cache.Bits`][]. Inside of
-        [`eqattn.cache.Pages`][] they are those of the pages.
+    - `c_kv`: the first features, `[..., s, k, v]`: in multi-head latent attention, the latents.
+    - `k_rope`: the other features, `[..., s, k, d - v]`: there, those with rotary positions.
+
+    Both are arrays, [`eqattn.cache.Quantized`][] or [`eqattn.cache.Bitcast`][]. Inside of
+    [`eqattn.cache.Pages`][] they are those of the pages.
     """
 
-    _first: AbstractStored
-    rest: AbstractStored
+    _c_kv: AbstractStored
+    k_rope: AbstractStored
 
-    def __init__(self, first: Any, rest: Any):
-        self._first, self.rest = as_stored(first), as_stored(rest)
+    def __init__(self, c_kv: Any, k_rope: Any):
+        self._c_kv, self.k_rope = as_stored(c_kv), as_stored(k_rope)
 
     def __check_init__(self) -> None:
         # JAX and Equinox also build modules whose leaves are no arrays.
-        if not all(hasattr(x, "shape") for x in jax.tree.leaves((self._first, self.rest))):
+        if not all(hasattr(x, "shape") for x in jax.tree.leaves((self._c_kv, self.k_rope))):
             return
-        first, rest = self._first, self.rest
-        if first.shape[:-1] != rest.shape[:-1] or first.dtype != rest.dtype:
+        c_kv, k_rope = self._c_kv, self.k_rope
+        if c_kv.shape[:-1] != k_rope.shape[:-1] or c_kv.dtype != k_rope.dtype:
             raise ValueError(
-                f"The first features {first.shape} of {first.dtype} and the rest {rest.shape} of "
-                f"{rest.dtype} must be of the same tokens, heads and dtype."
+                f"c_kv {c_kv.shape} of {c_kv.dtype} and k_rope {k_rope.shape} of {k_rope.dtype} "
+                "must be of the same tokens, heads and dtype."
             )
-        if first.table is not None or rest.table is not None:
+        if c_kv.table is not None or k_rope.table is not None:
             raise ValueError(
-                "Pages are joined inside: Pages(Joined(first.content, rest.content), table)."
+                "Pages are joined inside: Pages(LatentKV(c_kv.content, k_rope.content), table)."
             )
 
     @property
-    def first(self) -> AbstractStored:
-        return self._first
+    def c_kv(self) -> AbstractStored:
+        return self._c_kv
 
     @property
     def parts(self) -> tuple[AbstractStored, AbstractStored]:
         """Both parts, in their order."""
-        return self._first, self.rest
+        return self._c_kv, self.k_rope
 
     @property
     def arrays(self) -> tuple[Shaped[Array, "..."], ...]:
-        return *self._first.arrays, *self.rest.arrays
+        return *self._c_kv.arrays, *self.k_rope.arrays
 
     @property
     def flat(self) -> tuple[bool, ...]:
-        return *self._first.flat, *self.rest.flat
+        return *self._c_kv.flat, *self.k_rope.flat
 
     def in_shares(self, n: int) -> AbstractStored:
-        return Joined(*[x.in_shares(n) for x in self.parts])
+        return LatentKV(*[x.in_shares(n) for x in self.parts])
 
     def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
-        return Joined(*[x.map_tokens(fn) for x in self.parts])
+        return LatentKV(*[x.map_tokens(fn) for x in self.parts])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return *self._first.shape[:-1], self._first.shape[-1] + self.rest.shape[-1]
+        return *self._c_kv.shape[:-1], self._c_kv.shape[-1] + self.k_rope.shape[-1]
 
     @property
     def dtype(self) -> Any:
-        return self._first.dtype
+        return self._c_kv.dtype
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
-        n = len(self._first.arrays)
-        made = self._first.decode(*arrays[:n]), self.rest.decode(*arrays[n:])
+        n = len(self._c_kv.arrays)
+        made = self._c_kv.decode(*arrays[:n]), self.k_rope.decode(*arrays[n:])
         if (
             made[0].dtype != made[1].dtype
         ):  # One of them may be quantized, and is then decoded wide.
@@ -493,7 +502,7 @@ class Joined(AbstractStored):
         return jnp.concatenate(made, -1)
 
 
-class Leading(AbstractStored):
+class ValuesFromKeys(AbstractStored):
     """Values that are the first features of the keys of the same call. They have no arrays: a block
     of values is a part of the block of keys.
 
@@ -522,16 +531,16 @@ class Leading(AbstractStored):
         return key[..., : self._shape[-1]]
 
 
-def read_once(key: Any, value: Any) -> Any:
-    """The values, or `Leading` if they are the first part of the keys: the same arrays, not merely
-    equal ones.
+def values_from_keys(key: Any, value: Any) -> Any:
+    """The values, or `ValuesFromKeys` if they are the first part of the keys: the same arrays, not
+    merely equal ones.
     """
-    first = key.first if isinstance(key, AbstractStored) else None
-    if first is None:
+    c_kv = key.c_kv if isinstance(key, AbstractStored) else None
+    if c_kv is None:
         return value
-    mine, theirs = (jax.tree.leaves(x) for x in (first, as_stored(value)))
+    mine, theirs = (jax.tree.leaves(x) for x in (c_kv, as_stored(value)))
     same = len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs))
-    return Leading(first.shape, first.dtype) if same else value
+    return ValuesFromKeys(c_kv.shape, c_kv.dtype) if same else value
 
 
 class StackLayer(AbstractStored):
@@ -573,9 +582,9 @@ class StackLayer(AbstractStored):
         return self.stored.itemsize
 
     @property
-    def first(self) -> Any:
-        first = self.stored.first
-        return None if first is None else StackLayer(first, self.index)
+    def c_kv(self) -> Any:
+        c_kv = self.stored.c_kv
+        return None if c_kv is None else StackLayer(c_kv, self.index)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         return self.stored.decode(*arrays)
@@ -619,7 +628,7 @@ def with_arrays(held: AbstractStored, arrays: Iterable[Array]) -> Any:
     return jax.tree.unflatten(tree, [new.get(id(x), x) for x in leaves])
 
 
-class Bits(AbstractStored):
+class Bitcast(AbstractStored):
     """Floats that are stored as the integers with the same bits.
 
     XLA:CPU can write a part of an array of integers. To write a part of an array of bfloat16, it
@@ -642,19 +651,19 @@ class Bits(AbstractStored):
         if self.bits.dtype != _unsigned(self._dtype):
             raise ValueError(
                 f"bits of {self._dtype} are {_unsigned(self._dtype)}, got {self.bits.dtype}; "
-                "Bits.of(array) makes them."
+                "Bitcast.of(array) makes them."
             )
 
     def map_tokens(self, fn: Callable[[Array], Array]) -> AbstractStored:
-        return Bits(fn(self.bits), self.dtype)
+        return Bitcast(fn(self.bits), self.dtype)
 
     @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Bits":
+    def zeros(cls, shape: tuple[int, ...], dtype: Any) -> "Bitcast":
         """Makes the bits of zeros of a shape."""
         return cls(jnp.zeros(shape, _unsigned(dtype)), dtype)
 
     @classmethod
-    def of(cls, x: Float[Array, "*b s k d"]) -> "Bits":
+    def of(cls, x: Float[Array, "*b s k d"]) -> "Bitcast":
         """Takes the bits of an array. It has no gradient through them: asking for one raises."""
         x = without_gradient(x, _NO_GRADIENT_OF_BITS)
         return cls(lax.bitcast_convert_type(x, _unsigned(x.dtype)), x.dtype)
@@ -675,7 +684,7 @@ class Bits(AbstractStored):
         return lax.bitcast_convert_type(arrays[0], self._dtype)
 
     def encode(self, new: Float[Array, "b t k d"]) -> tuple[Shaped[Array, "..."], ...]:
-        return (Bits.of(new.astype(self._dtype)).bits,)
+        return (Bitcast.of(new.astype(self._dtype)).bits,)
 
     def __jax_array__(self) -> Array:
         return self.decode(self.bits)

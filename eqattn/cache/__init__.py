@@ -2,8 +2,8 @@
 
 from .._problem.storage import (
     AbstractStored as AbstractStored,
-    Bits as Bits,
-    Joined as Joined,
+    Bitcast as Bitcast,
+    LatentKV as LatentKV,
     Pages as Pages,
     Quantized as Quantized,
 )
@@ -14,10 +14,5 @@ from ._contiguous import (
     RingBufferCache as RingBufferCache,
 )
 from ._latent import LatentKVCache as LatentKVCache
-from ._paged import PagedKVCache as PagedKVCache
-from ._stacked import (
-    LayerCache as LayerCache,
-    PagedLayerCache as PagedLayerCache,
-    StackedKVCache as StackedKVCache,
-    StackedPagedKVCache as StackedPagedKVCache,
-)
+from ._paged import PagedKVCache as PagedKVCache, StackedPagedKVCache as StackedPagedKVCache
+from ._stacked import LayerCache as LayerCache, StackedKVCache as StackedKVCache

@@ -19,7 +19,7 @@ from .._pairs import Operand
 from .._problem.mesh import on_mesh_of
 from .._problem.problem import cached
 from .._problem.shards import stored_specs
-from .._problem.storage import AbstractStored, Bits, check_computable, Quantized
+from .._problem.storage import AbstractStored, Bitcast, check_computable, Quantized
 from .._run_time import raise_if
 from ..masks._base import AbstractMask
 from ..masks._segments import KeyPadding
@@ -92,9 +92,9 @@ class AbstractCache(eqx.Module):
         return 0
 
     @property
-    @abc.abstractmethod
     def positions(self) -> Int[Array, "b s"] | None:
         """The position of each stored key; None means `0, 1, ..., s - 1`."""
+        return None
 
     @abc.abstractmethod
     def append(
@@ -112,15 +112,18 @@ class AbstractCache(eqx.Module):
             all of them.
         """
 
-    @abc.abstractmethod
     def truncate(self: _Cache, lengths: Int[Array, " b"]) -> _Cache:
         """Returns the cache with only the first `lengths` tokens of each row, such as after drafts
-        were rejected.
+        were rejected. Pages that a row no longer needs stay reserved for it.
         """
+        return eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))
 
-    @abc.abstractmethod
     def reorder(self: _Cache, rows: Int[Array, " n"]) -> _Cache:
-        """Returns the cache with the rows at these indices, such as the beams that survive."""
+        """Returns the cache with the rows at these indices, such as the beams that survive. By
+        default rows are the first axis of each of its arrays.
+        """
+        rows = check_rows(rows, self.key.shape[0])
+        return sharded_alike(_of_rows, self, rows, rows_stay=rows.shape == self.length.shape)
 
     def mask(self) -> AbstractMask:
         """A mask that shows the stored tokens and hides the rest of the arrays.
@@ -181,11 +184,6 @@ def shardings_of(cache: Any, specs: dict[int, P], mesh: Any, axis_name: str) -> 
     return jax.tree.map(lambda x: NamedSharding(mesh, specs.get(id(x), P())), cache)
 
 
-def pool_specs(cache: Any, axis_name: str) -> dict[int, P]:
-    """The `_key_specs` of a cache whose pages are spread over the devices."""
-    return {id(x): P(axis_name) for x in jax.tree.leaves((cache.key_pages, cache.value_pages))}
-
-
 def _at_once(fn: Callable) -> Callable:
     """A decorator of `fn(cache, *arrays)`, which runs as one program outside of `jax.jit`.
 
@@ -205,7 +203,7 @@ def _at_once(fn: Callable) -> Callable:
 def _is_simple(cache: Any, arrays: Any) -> bool:
     """Whether a cache and some arrays may be the arguments of one program, see `_at_once`."""
     held = jax.tree.leaves((cache, arrays), is_leaf=lambda x: isinstance(x, AbstractStored))
-    own = all(type(x) in (Bits, Quantized) for x in held if isinstance(x, AbstractStored))
+    own = all(type(x) in (Bitcast, Quantized) for x in held if isinstance(x, AbstractStored))
     if not own or type(cache).__module__.split(".")[0] != __name__.split(".")[0]:
         return False
     leaves = jax.tree.leaves((cache, arrays))
@@ -235,13 +233,6 @@ def appends(append: _Method) -> _Method:
         return sharded_alike(run, self, *new, counts)
 
     return wrapped  # pyright: ignore[reportReturnType]
-
-
-def with_rows(cache: _Cache, rows: Any) -> _Cache:
-    """The cache with the rows at these indices. Rows are the first axis of each of its arrays."""
-    rows = check_rows(cache, rows)  # pyright: ignore[reportArgumentType]
-    as_many = rows.shape == cache.length.shape  # pyright: ignore[reportAttributeAccessIssue]
-    return sharded_alike(_of_rows, cache, rows, rows_stay=as_many)
 
 
 @_at_once
@@ -336,9 +327,9 @@ def rows_as_array(rows: Any) -> Any:
     return np.zeros(0, np.int32) if none else as_array(rows, "rows")
 
 
-def check_rows(cache: AbstractCache, rows: Any) -> Array:
-    """Returns indices of rows as int32, checked. JAX would clamp one that is out of range."""
-    rows, n = rows_as_array(rows), cache.key.shape[0]
+def check_rows(rows: Any, n: int) -> Array:
+    """Returns indices of `n` rows as int32, checked. JAX would clamp one that is out of range."""
+    rows = rows_as_array(rows)
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(
             f"rows must be integers [n], such as [1] for the second, got {rows.dtype} {rows.shape}."
@@ -352,20 +343,33 @@ def new_positions(cache: AbstractCache, t: int) -> Array:
     return cache.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
 
-def empty_store(shape: tuple[int, ...], dtype: Any, bits: bool | None) -> Any:
-    """Zeros, as an array or as [`eqattn.cache.Bits`][]. With `bits` None they are bits where XLA
-    could not write a part of the array in place: on a CPU, bfloat16.
+def empty_pair(
+    lead: tuple[int, ...],
+    dims: tuple[int, int],
+    dtype: Any,
+    bits: bool | None = None,
+    stored: Any = None,
+    head_shares: int = 1,
+) -> list[Any]:
+    """Zeros for keys `[*lead, dims[0]]` and for values `[*lead, dims[1]]`: as
+    [`eqattn.cache.Quantized`][] if `stored` is a dtype, or else as arrays or
+    [`eqattn.cache.Bitcast`][]. With `bits` None they are bits where XLA could not write a part of
+    an array in place: on a CPU, bfloat16.
     """
+    if bits and stored is not None:
+        raise ValueError(
+            f"bits=True keeps numbers of {jnp.dtype(dtype)} as they are and stored="
+            f"{jnp.dtype(stored)} quantizes them: give one of the two."
+        )
     if bits is None:
         bits = jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu"
-    return Bits.zeros(shape, dtype) if as_flag(bits, "bits") else jnp.zeros(shape, dtype)
 
+    def zeros(dim: int) -> Any:
+        if stored is not None:
+            return Quantized.zeros((*lead, dim), stored, dtype, head_shares)
+        return (Bitcast.zeros if as_flag(bits, "bits") else jnp.zeros)((*lead, dim), dtype)
 
-def empty_pair(
-    lead: tuple[int, ...], dims: tuple[int, int], dtype: Any, bits: bool | None
-) -> list[Any]:
-    """Zeros for keys `[*lead, dims[0]]` and for values `[*lead, dims[1]]`."""
-    return [empty_store((*lead, dim), dtype, bits) for dim in dims]
+    return [zeros(dim) for dim in dims]
 
 
 def within_capacity(length: Array, capacity: int) -> Array:

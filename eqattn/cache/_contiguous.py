@@ -5,6 +5,7 @@
 `RingBufferCache`, which holds the last tokens of each row, and the first ones if asked to.
 """
 
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_size, int32_field
-from .._problem.storage import AbstractStored, Quantized
+from .._problem.storage import AbstractStored
 from ._base import (
     AbstractCache,
     appends,
@@ -21,7 +22,6 @@ from ._base import (
     checked_dims,
     empty_pair,
     new_positions,
-    with_rows,
     write_slots,
 )
 from ._writes import write
@@ -44,12 +44,8 @@ class KVCache(AbstractCache):
     def __check_init__(self) -> None:
         check_row_shapes(self)
 
-    @property
-    def positions(self) -> Int[Array, "b s"] | None:
-        return None
-
     @classmethod
-    def empty(
+    def empty(  # noqa: PLR0913 (one argument for each size of the cache)
         cls,
         batch: int,
         capacity: int,
@@ -58,15 +54,28 @@ class KVCache(AbstractCache):
         value_dim: int | None = None,
         dtype: Any = jnp.float32,
         bits: bool | None = None,
+        stored: Any = None,
+        head_shares: int = 1,
     ) -> "KVCache":
         """Makes a cache without tokens. A capacity that is a multiple of 128 is read fastest, as
-        its blocks need no padding. `bits` says whether numbers are kept as
-        [`eqattn.cache.Bits`][]; None means, where that makes writing faster: on a CPU, for
-        bfloat16.
+        its blocks need no padding.
+
+        **Arguments:**
+
+        - `batch`, `capacity`: how many rows there are, and how many tokens each may have.
+        - `kv_heads`, `head_dim`, `value_dim`: the number of key heads, and the sizes of a key and
+            of a value. The default of `value_dim` is `head_dim`.
+        - `dtype`: the dtype of keys and values when they are read, which is that of the queries.
+        - `bits`: whether numbers are kept as [`eqattn.cache.Bitcast`][]; None means, where that
+            makes writing faster: on a CPU, for bfloat16.
+        - `stored`: int8 or a float8 dtype to keep [`eqattn.cache.Quantized`][] numbers in, with a
+            scale for each key vector and each value vector; or None.
+        - `head_shares`: how many devices share the heads of quantized numbers.
         """
-        sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
+        sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads, head_shares=head_shares)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        key, value = empty_pair((batch, capacity, kv_heads), dims, dtype, bits)
+        lead = batch, capacity, kv_heads
+        key, value = empty_pair(lead, dims, dtype, bits, stored, head_shares)
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
     @appends
@@ -77,36 +86,19 @@ class KVCache(AbstractCache):
         counts: Int[Array, " b"] | None = None,
     ) -> "KVCache":
         slots, length = write_slots(self, key.shape[1], counts, self.key.shape[1])
-        return KVCache(write(self.key, key, slots), write(self.value, value, slots), length)
-
-    def truncate(self, lengths: Int[Array, " b"]) -> "KVCache":
-        return KVCache(self.key, self.value, check_lengths(lengths, self.length))
-
-    def reorder(self, rows: Int[Array, " n"]) -> "KVCache":
-        return with_rows(self, rows)
+        key, value = write(self.key, key, slots), write(self.value, value, slots)
+        return dataclasses.replace(self, key=key, value=value, length=length)
 
 
-class QuantizedKVCache(AbstractCache):
-    """A `KVCache` in 8 bits. Each key vector and each value vector has its scale, and blocks are
-    decoded when they are read.
+class QuantizedKVCache(KVCache):
+    """A `KVCache` that is made in 8 bits: `QuantizedKVCache.empty(...)` has the contents of
+    `KVCache.empty(..., stored=jnp.int8)`.
 
-    **Arguments:**
-
-    - `key`, `value`: keys and values, as [`eqattn.cache.Quantized`][]. `QuantizedKVCache.empty`
-        makes them.
-    - `length`: how many tokens each row has, int32 `[b]`.
+    **Arguments:** as for [`eqattn.cache.KVCache`][].
     """
 
-    key: Quantized
-    value: Quantized
-    length: Int[Array, " b"] = int32_field("length")
-
-    @property
-    def positions(self) -> Int[Array, "b s"] | None:
-        return None
-
     @classmethod
-    def empty(
+    def empty(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls,
         batch: int,
         capacity: int,
@@ -117,35 +109,9 @@ class QuantizedKVCache(AbstractCache):
         stored: Any = jnp.int8,
         head_shares: int = 1,
     ) -> "QuantizedKVCache":
-        """Makes a cache without tokens. `stored` is int8 or a float8 dtype, and `dtype` is the
-        dtype of the queries. `head_shares` is the number of devices that share the heads.
-        """
-        sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads, head_shares=head_shares)
-        key, value = (
-            Quantized.zeros((batch, capacity, kv_heads, dim), stored, dtype, head_shares)
-            for dim in checked_dims(dtype, head_dim, value_dim, **sizes)
-        )
-        return cls(key, value, jnp.zeros(batch, jnp.int32))
-
-    @appends
-    def append(
-        self,
-        key: Float[Array, "b t k d"],
-        value: Float[Array, "b t k v"],
-        counts: Int[Array, " b"] | None = None,
-    ) -> "QuantizedKVCache":
-        slots, length = write_slots(self, key.shape[1], counts, self.key.shape[1])
-        return QuantizedKVCache(
-            write(self.key, key, slots),
-            write(self.value, value, slots),
-            length,
-        )
-
-    def truncate(self, lengths: Int[Array, " b"]) -> "QuantizedKVCache":
-        return QuantizedKVCache(self.key, self.value, check_lengths(lengths, self.length))
-
-    def reorder(self, rows: Int[Array, " n"]) -> "QuantizedKVCache":
-        return with_rows(self, rows)
+        """Makes a cache without tokens. The arguments are those of `KVCache.empty`."""
+        sizes = batch, capacity, kv_heads, head_dim, value_dim
+        return super().empty(*sizes, dtype, stored=stored, head_shares=head_shares)  # pyright: ignore[reportReturnType]
 
 
 class RingBufferCache(AbstractCache):
@@ -272,6 +238,3 @@ class RingBufferCache(AbstractCache):
         lengths = check_lengths(lengths, self.length)
         held = jnp.where(self.held < lengths[:, None], self.held, -1)
         return RingBufferCache(self.key, self.value, held, lengths, self.sinks)
-
-    def reorder(self, rows: Int[Array, " n"]) -> "RingBufferCache":
-        return with_rows(self, rows)

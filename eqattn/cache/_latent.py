@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_size
-from .._problem.storage import AbstractStored, Joined, Pages, StackLayer
+from .._problem.storage import AbstractStored, LatentKV, Pages, StackLayer
 from ._base import AbstractCache
 from ._contiguous import KVCache
 
@@ -22,9 +22,9 @@ class LatentKVCache(AbstractCache):
 
         cache = cache.append(k, c)
         key = cache.key
-        attention(query, key, key.first, Ragged(metadata), mask=Causal() & cache.mask(), ...)
+        attention(query, key, key.c_kv, Ragged(metadata), mask=Causal() & cache.mask(), ...)
 
-    `cache.value` is the same as `cache.key.first`.
+    `cache.value` is the same as `cache.key.c_kv`.
 
     **Arguments:**
 
@@ -100,10 +100,10 @@ class LatentKVCache(AbstractCache):
     def key(self) -> AbstractStored:
         latent, rest = self.cache.value, self.cache.key
         if isinstance(latent, Pages):
-            return Pages(Joined(latent.content, rest.content), latent._table, latent.devices)
+            return latent._with(LatentKV(latent.content, rest.content))
         if isinstance(latent, StackLayer):
-            return StackLayer(Joined(latent.stack, rest.stack), latent.index)
-        return Joined(latent, rest)
+            return StackLayer(LatentKV(latent.stack, rest.stack), latent.index)
+        return LatentKV(latent, rest)
 
     @property
     def value(self) -> Any:

@@ -1,5 +1,7 @@
 """`PagedKVCache`, whose rows take pages from a common pool.
 
+`StackedPagedKVCache`, the paged caches of many equal layers, with one table of pages.
+
 Which row has which page of a pool: pages are handed out, shared and copied between steps.
 
 A table `[b, n]` holds for each part of a row
@@ -22,22 +24,24 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from .._misc import as_flag, as_int32, as_size, concrete, int32_field
-from .._problem.storage import AbstractStored, as_stored, Pages, Quantized
+from .._problem.storage import AbstractStored, as_stored, Pages
 from .._run_time import raise_if
 from ._base import (
     AbstractCache,
     appends,
-    check_lengths,
     check_rows,
     checked_dims,
-    empty_store,
+    empty_pair,
     new_positions,
-    pool_specs,
     rows_as_array,
     sharded_alike,
     within_capacity,
 )
+from ._stacked import AbstractStack, LayerCache
 from ._writes import store
+
+
+_Pool = TypeVar("_Pool", bound="AbstractPagePool")
 
 
 def pages_of(table: Any) -> Any:
@@ -180,12 +184,6 @@ def doubled(table: Array, rows: Array) -> Array:
     return jnp.where(many[:, None] & (table >= 0), -2 - table, table)
 
 
-def with_doubled(table: Array, length: Array, rows: Array) -> tuple[Array, Array]:
-    """The table and the lengths `[b]` of the rows at these indices, see `doubled`."""
-    pick = lambda of, rows: (doubled(of[0], rows), of[1][rows])
-    return sharded_alike(pick, (table, length), rows, rows_stay=len(rows) == len(length))
-
-
 def _copy_pages(pools: Any, old: Array, new: Array) -> Any:
     """The pools with the pages `old` copied to the pages `new`. Pages that are out of range are not
     copied.
@@ -199,7 +197,100 @@ copy_pages = jax.jit(_copy_pages)
 copy_pages_donated = jax.jit(_copy_pages, donate_argnums=0)
 
 
-class PagedKVCache(AbstractCache):
+@jax.jit
+def _released(table: Array, length: Array, rows: Array) -> tuple[Array, Array]:
+    if rows.dtype != bool:
+        rows = jnp.zeros(len(table), bool).at[rows].set(True)
+    # A mask may be traced, and then JAX indexes nothing with it.
+    return jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)
+
+
+class AbstractPagePool(eqx.Module):
+    """What `PagedKVCache` and `StackedPagedKVCache` have in common. Where pages have several
+    layers, these are the second axis of the pools, and the first one of the lengths.
+    """
+
+    key_pages: Float[Array | AbstractStored, "p *layers n k d"]
+    value_pages: Float[Array | AbstractStored, "p *layers n k v"]
+    table: Int[Array, "b parts"] = int32_field("table")
+    length: Int[Array, "*layers b"] = int32_field("length")
+    devices: int = eqx.field(static=True, default=1, converter=lambda x: as_size(x, "devices", 1))
+
+    @property
+    def page_size(self) -> int:
+        """How many tokens a page has."""
+        return as_stored(self.key_pages).shape[-3]
+
+    def reserve(self: _Pool, counts: Any, donate: bool = False) -> _Pool:
+        """Returns the cache with pages for `counts` more tokens of each row: an int, or integers
+        `[b]`. A row that is going to write to a page that others have, too, gets a copy of it.
+
+        `donate` says that pages are copied within the memory of this cache, which cannot be used
+        afterwards. Otherwise the first copy is one of all pages. Where rows share whole pages only,
+        there is nothing to copy.
+
+        **Raises:** `ValueError` if the pool has too few free pages, or a row would outgrow its
+        capacity; no page is taken then.
+        """
+        pages, donate = as_stored(self.key_pages).shape[0], as_flag(donate, "donate")
+        pool = self.page_size, pages, self.devices
+        table, copies = reserved(self.table, self.length, counts, *pool)
+        pools = self.key_pages, self.value_pages
+        if copies is not None:
+            copy = copy_pages_donated if donate else copy_pages
+            pools = copy(pools, *map(jnp.asarray, copies))
+        where: Any = lambda c: (c.key_pages, c.value_pages, c.table)
+        return eqx.tree_at(where, self, (*pools, like(self.table, table)))
+
+    def reorder(self: _Pool, rows: Int[Array, " n"]) -> _Pool:
+        """Returns the cache with the rows at these indices. Rows that occur twice share their
+        pages. The pages of rows that are left out are free again.
+        """
+        rows = check_rows(rows, len(self.table))
+        pick = lambda of, rows: (doubled(of[0], rows), of[1][rows])
+        of, stay = (self.table, self.length.T), len(rows) == len(self.table)
+        table, length = sharded_alike(pick, of, rows, rows_stay=stay)
+        return self._with(table, length.T)
+
+    def share(self: _Pool, rows: Any, from_row: int, tokens: int) -> _Pool:
+        """Returns the cache in which `rows` begin with the first `tokens` of another row. They have
+        the same pages, and nothing is copied yet. `reserve` copies a shared page when it prepares a
+        row to write there. Rows may be released in any order.
+
+        **Arguments:**
+
+        - `rows`: the row that begins so, or the rows, `[n]`. They must be empty.
+        - `from_row`: the row that has the tokens.
+        - `tokens`: how many, at least 1.
+
+        **Raises:** `ValueError` if a row is absent, not empty or named twice, or if `from_row` has
+        fewer tokens.
+        """
+        least = self.length if self.length.ndim == 1 else self.length.min(0)
+        table, rows = shared(self.table, least, rows, from_row, tokens, self.page_size)
+        length = np.array(self.length)
+        length[..., rows] = tokens
+        return self._with(like(self.table, table), like(self.length, length))
+
+    def release(self: _Pool, rows: Any) -> _Pool:
+        """Returns the cache without the tokens and pages of some rows. `rows` is an array of their
+        indices, or a boolean mask `[b]`.
+        """
+        rows, shape = rows_as_array(rows), self.table.shape[:1]
+        if rows.dtype != bool:
+            rows = check_rows(rows, *shape)
+        elif rows.shape != shape:
+            raise ValueError(f"A mask of rows must be {shape}, got {rows.shape}.")
+        return self._with(*_released(self.table, self.length, rows))
+
+    def _with(self: _Pool, table: Any, length: Any) -> _Pool:
+        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))
+
+    def _key_specs(self, axis_name: str) -> dict[int, P]:
+        return {id(x): P(axis_name) for x in jax.tree.leaves((self.key_pages, self.value_pages))}
+
+
+class PagedKVCache(AbstractPagePool, AbstractCache):
     """A cache whose rows take pages from a common pool, as many as their tokens need.
 
     `reserve` hands pages out and `release` takes them back. Rows that begin alike `share` the pages
@@ -222,28 +313,7 @@ class PagedKVCache(AbstractCache):
     is free if no row has it. The table alone says how many rows do.
     """
 
-    key_pages: Any
-    value_pages: Any
-    table: Int[Array, "b n"] = int32_field("table")
-    length: Int[Array, " b"] = int32_field("length")
-    devices: int = eqx.field(static=True, default=1)
-
     shares_rows: ClassVar[bool] = True
-
-    @property
-    def positions(self) -> Int[Array, "b s"] | None:
-        return None
-
-    def __init__(
-        self,
-        key_pages: Float[Array | AbstractStored, "p n k d"],
-        value_pages: Float[Array | AbstractStored, "p n k v"],
-        table: Int[Array, "b parts"],
-        length: Int[Array, " b"],
-        devices: int = 1,
-    ):
-        self.key_pages, self.value_pages = key_pages, value_pages
-        self.table, self.length, self.devices = table, length, as_size(devices, "devices", 1)
 
     @classmethod
     def empty(  # noqa: PLR0913 (one argument for each size of the cache)
@@ -274,7 +344,7 @@ class PagedKVCache(AbstractCache):
         - `dtype`: the dtype of keys and values when they are read.
         - `stored`: int8 or a float8 dtype to quantize to, or None.
         - `head_shares`: how many devices share the heads of quantized pages.
-        - `bits`: whether pages that are not quantized are [`eqattn.cache.Bits`][]; None as for
+        - `bits`: whether pages that are not quantized are [`eqattn.cache.Bitcast`][]; None as for
             `KVCache.empty`.
         - `devices`: how many devices share the pages. The capacity is rounded up, so that each has
             as many parts of a row as the others.
@@ -284,16 +354,19 @@ class PagedKVCache(AbstractCache):
         sizes = dict(batch=batch, capacity=capacity, pages=pages, page_size=page_size)
         sizes |= dict(kv_heads=kv_heads, head_shares=head_shares)
         dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        shape = (pages, page_size, kv_heads)
-        keys, values = empty_pools(shape, dims, dtype, stored, head_shares, bits, devices)
+        if min(page_size, pages) < 1:
+            raise ValueError(
+                f"page_size={page_size} tokens and pages={pages} must be at least 1 each."
+            )
+        if as_size(devices, "devices", 1) > 1 and pages % devices:
+            raise ValueError(
+                f"devices={devices} cannot share {pages} pages; use a multiple of {devices}."
+            )
+        lead = pages, page_size, kv_heads
+        keys, values = empty_pair(lead, dims, dtype, bits, stored, head_shares)
         parts = -(-capacity // (page_size * devices)) * devices
         table = jnp.full((batch, parts), -1, jnp.int32)
-        return PagedKVCache(keys, values, table, jnp.zeros(batch, jnp.int32), devices)
-
-    @property
-    def page_size(self) -> int:
-        """How many tokens a page has."""
-        return as_stored(self.key_pages).shape[1]
+        return cls(keys, values, table, jnp.zeros(batch, jnp.int32), devices)
 
     @property
     def key(self) -> Pages:
@@ -303,9 +376,6 @@ class PagedKVCache(AbstractCache):
     def value(self) -> Pages:
         return Pages(self.value_pages, pages_of(self.table), self.devices)
 
-    def _key_specs(self, axis_name: str) -> dict[int, P]:
-        return pool_specs(self, axis_name)
-
     @appends
     def append(
         self,
@@ -313,117 +383,97 @@ class PagedKVCache(AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "PagedKVCache":
-        pools = self.key_pages, self.value_pages
-        keys, values, length = write_pages(self, pools, self.table, key, value, counts)
-        return PagedKVCache(keys, values, self.table, length, self.devices)
-
-    def truncate(self, lengths: Int[Array, " b"]) -> "PagedKVCache":
-        """Returns the cache with only the first `lengths` tokens of each row. A row keeps the pages
-        that it no longer needs; they stay reserved for it.
-        """
-        return eqx.tree_at(lambda c: c.length, self, check_lengths(lengths, self.length))
-
-    def reorder(self, rows: Int[Array, " n"]) -> "PagedKVCache":
-        """Returns the cache with the rows at these indices. Rows that occur twice share their
-        pages. The pages of rows that are left out are free again.
-        """
-        rows = check_rows(self, rows)
-        table, length = with_doubled(self.table, self.length, rows)
-        return PagedKVCache(self.key_pages, self.value_pages, table, length, self.devices)
-
-    def reserve(self, counts: Any, donate: bool = False) -> "PagedKVCache":
-        """Returns the cache with pages for `counts` more tokens of each row: an int, or integers
-        `[b]`. A row that is going to write to a page that others have, too, gets a copy of it.
-
-        `donate` says that pages are copied within the memory of this cache, which cannot be used
-        afterwards. Otherwise the first copy is one of all pages. Where rows share whole pages only,
-        there is nothing to copy.
-
-        **Raises:** `ValueError` if the pool has too few free pages, or a row would outgrow its
-        capacity; no page is taken then.
-        """
-        return with_reserved(self, self.length, counts, self.page_size, donate)
-
-    def share(self, rows: Any, from_row: int, tokens: int) -> "PagedKVCache":
-        """Returns the cache in which `rows` begin with the first `tokens` of another row. They have
-        the same pages, and nothing is copied yet. `reserve` copies a shared page when it prepares a
-        row to write there. Rows may be released in any order.
-
-        **Arguments:**
-
-        - `rows`: the row that begins so, or the rows, `[n]`. They must be empty.
-        - `from_row`: the row that has the tokens.
-        - `tokens`: how many, at least 1.
-
-        **Raises:** `ValueError` if a row is absent, not empty or named twice, or if `from_row` has
-        fewer tokens.
-        """
-        return with_shared(self, self.length, rows, from_row, tokens, self.page_size)
-
-    def release(self, rows: Any) -> "PagedKVCache":
-        """Returns the cache without the tokens and pages of some rows. `rows` is an array of their
-        indices, or a boolean mask `[b]`.
-        """
-        return with_released(self, self, rows)
+        new = write_pages(self, self, key, value, counts)
+        return eqx.tree_at(lambda c: (c.key_pages, c.value_pages, c.length), self, new)
 
 
-def empty_pools(
-    shape: tuple[int, ...],
-    dims: tuple[int, int],
-    dtype: Any,
-    stored: Any,
-    head_shares: int,
-    bits: bool | None,
-    devices: int,
-) -> tuple[Any, Any]:
-    """Pools of pages of zeros, for keys `[*shape, dims[0]]` and for values `[*shape, dims[1]]`. The
-    shape begins with the number of pages. Its last two entries are the tokens of a page and the
-    heads. The other arguments are those of `PagedKVCache.empty`.
+class StackedPagedKVCache(AbstractPagePool, AbstractStack):
+    """A `PagedKVCache` for each layer, in arrays that a scan over layers carries and writes in
+    place, as [`eqattn.cache.StackedKVCache`][] is. A page is the same part of a row in every layer,
+    so that one table serves all layers. `reserve` costs the host the same for any number of them,
+    and it, `reorder`, `share` and `release` are of all layers.
+
+    **Arguments:**
+
+    - `key_pages`, `value_pages`: the pools of pages, `[pages, layers, page size, k, d]` and
+        `[pages, layers, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
+        [`eqattn.cache.Bitcast`][]. `StackedPagedKVCache.empty` makes them.
+    - `table`, `devices`: as for [`eqattn.cache.PagedKVCache`][].
+    - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
     """
-    pages, page_size = shape[0], shape[-2]
-    if min(page_size, pages) < 1:
-        raise ValueError(f"page_size={page_size} tokens and pages={pages} must be at least 1 each.")
-    if bits and stored is not None:
-        raise ValueError(
-            f"bits=True keeps numbers of {jnp.dtype(dtype)} as they are and stored="
-            f"{jnp.dtype(stored)} quantizes them: give one of the two."
-        )
-    if as_size(devices, "devices", 1) > 1 and pages % devices:
-        raise ValueError(
-            f"devices={devices} cannot share {pages} pages; use a multiple of {devices}."
-        )
 
-    def pool(dim: int) -> Any:
-        if stored is None:
-            return empty_store((*shape, dim), dtype, bits)
-        return Quantized.zeros((*shape, dim), stored, dtype, head_shares)
+    @classmethod
+    def empty(  # noqa: PLR0913 (one argument for each size of the cache)
+        cls,
+        layers: int,
+        batch: int,
+        capacity: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.float32,
+        stored: Any = None,
+        head_shares: int = 1,
+        bits: bool | None = None,
+        devices: int = 1,
+    ) -> "StackedPagedKVCache":
+        """Makes a cache without tokens. The arguments are those of
+        [`eqattn.cache.PagedKVCache`][]`.empty`, and `layers`; each page has all layers.
+        """
+        as_size(layers, "layers")
+        sizes = batch, capacity, pages, page_size, kv_heads, head_dim, value_dim
+        kind = dtype, stored, head_shares, bits, devices
+        one = jax.eval_shape(lambda: PagedKVCache.empty(*sizes, *kind))
+        pools = one.key_pages, one.value_pages
+        zeros = lambda x: jnp.zeros((x.shape[0], layers, *x.shape[1:]), x.dtype)
+        table = jnp.full(one.table.shape, -1, jnp.int32)
+        length = jnp.zeros((layers, batch), jnp.int32)
+        return cls(*jax.tree.map(zeros, pools), table, length, devices)
 
-    return pool(dims[0]), pool(dims[1])
+    def _pools(self) -> tuple[Any, Any]:
+        return self.key_pages, self.value_pages
+
+    def _read(self, pool: Any, index: Array) -> Pages:
+        # The pages of all layers lie one after the other.
+        merged = lambda x: x.reshape(int(np.prod(x.shape[:2])), *x.shape[2:])
+        table = pages_of(self.table)
+        table = jnp.where(table < 0, -1, table * self.length.shape[0] + index)
+        return Pages(jax.tree.map(merged, pool), table, self.devices)
+
+    def _write(
+        self, layer: LayerCache, key: Array, value: Array, counts: Any
+    ) -> tuple[Any, Any, Array]:
+        return write_pages(layer, self, key, value, counts, (layer.index,))
+
+    def _reorder(self, layer: LayerCache, rows: Any) -> tuple[Any, Any, Array]:
+        raise ValueError(
+            "The layers of a StackedPagedKVCache share one table of pages, so that one of them "
+            "cannot be reordered alone; call reorder of the stack."
+        )
 
 
 def write_pages(
     cache: AbstractCache,
-    pools: Any,
-    table: Array,
+    pool: AbstractPagePool,
     key: Array,
     value: Array,
     counts: Any,
     layer: tuple[Array, ...] = (),
 ) -> tuple[Any, Any, Array]:
-    """Writes new tokens into pools of keys and of values, `[pages, page size, ...]`, or into those
-    of all layers, `[pages, layers, page size, ...]`.
+    """Writes new tokens into the pages of keys and of values.
 
     **Arguments:**
 
-    - `cache`: the cache that they are appended to.
-    - `table`: the page in these pools of each part of a row, int32 `[b, n]`; below 0 it has none.
+    - `cache`: the cache that they are appended to, which is the `pool` or a layer of it.
     - `key`, `value`, `counts`: those that `appends` gives to `append`.
-    - `layer`: the index of the layer, where pools have all of them. It is an index of the scatter,
-        as the axes of the pools stay what they are: see `scatter`.
+    - `layer`: the index of the layer, where pages have all of them. It is an index of the scatter,
+        as the axes of the pages stay what they are: see `scatter`.
 
-    **Returns:** the pools, and the new lengths.
+    **Returns:** the pages of keys and of values, and the new lengths.
     """
-    held, *_, size = as_stored(pools[0]).shape[: 2 + len(layer)]
+    held, size, table = as_stored(pool.key_pages).shape[0], pool.page_size, pool.table
     rows, parts = table.shape
     length = within_capacity(cache.length + counts, parts * size)
     position = new_positions(cache, key.shape[1])
@@ -440,65 +490,7 @@ def write_pages(
     # may go to the same place there, hence `unique=False`.
     page = jnp.where(kept, page, held)
     keys, values = (
-        store(pool, new, (page, *layer), position % size, unique=False)
-        for pool, new in zip(pools, (key, value))
+        store(old, new, (page, *layer), position % size, unique=False)
+        for old, new in ((pool.key_pages, key), (pool.value_pages, value))
     )
     return keys, values, length
-
-
-Cache = TypeVar("Cache")
-
-
-def with_reserved(cache: Cache, length: Array, counts: Any, size: int, donate: bool) -> Cache:
-    """A cache of pages with some for more tokens: `PagedKVCache.reserve`. The axis of pages comes
-    first in its pools.
-
-    **Arguments:**
-
-    - `length`: how many tokens each row has, `[b]`, or it has in each layer, `[layers, b]`.
-    - `size`: how many tokens a page has.
-    """
-    where: Any = lambda c: (c.key_pages, c.value_pages, c.table)
-    keys, values, old = where(cache)
-    pages, donate = as_stored(keys).shape[0], as_flag(donate, "donate")
-    table, copies = reserved(old, length, counts, size, pages, cache.devices)  # pyright: ignore
-    if copies is not None:
-        copy = copy_pages_donated if donate else copy_pages
-        keys, values = copy((keys, values), *map(jnp.asarray, copies))
-    return eqx.tree_at(where, cache, (keys, values, like(old, table)))
-
-
-def with_shared(
-    cache: Cache, length: Array, rows: Any, from_row: int, tokens: int, size: int
-) -> Cache:
-    """A cache of pages with rows that begin as another: `PagedKVCache.share`."""
-    where: Any = lambda c: (c.table, c.length)
-    old, lengths = where(cache)
-    table, rows = shared(old, length, rows, from_row, tokens, size)
-    new = np.array(lengths)
-    new[..., rows] = tokens
-    return eqx.tree_at(where, cache, (like(old, table), like(lengths, new)))
-
-
-def with_released(cache: Cache, one: AbstractCache, rows: Any) -> Cache:
-    """A cache of pages without the tokens and pages of some rows: `PagedKVCache.release`.
-
-    **Arguments:**
-
-    - `one`: the cache itself, or that of one of its layers, whose rows these are.
-    """
-    rows = rows_as_array(rows)
-    if rows.dtype != bool:
-        rows = check_rows(one, rows)
-    elif rows.shape != one.length.shape:
-        raise ValueError(f"A mask of rows must be {one.length.shape}, got {rows.shape}.")
-    where: Any = lambda c: (c.table, c.length)
-    return eqx.tree_at(where, cache, _released(*where(cache), rows))
-
-
-@jax.jit
-def _released(table: Array, length: Array, rows: Array) -> tuple[Array, Array]:
-    if rows.dtype != bool:
-        rows = jnp.zeros(len(table), bool).at[rows].set(True)
-    # A mask may be traced, and then JAX indexes nothing with it.
-    return jnp.where(rows[:, None], -1, table), jnp.where(rows, 0, length)

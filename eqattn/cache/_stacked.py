@@ -1,19 +1,19 @@
 """`StackedKVCache`, the caches of many equal layers, for a scan over the layers.
 
-`StackedPagedKVCache`, the paged caches of many equal layers, with one table of pages.
+`LayerCache`, the cache of one of the layers of a stack.
 """
 
-from typing import Any, ClassVar
+import abc
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from .._misc import as_int32, as_size, concrete, int32_field
-from .._problem.storage import AbstractStored, as_stored, Pages, StackLayer
+from .._misc import as_int32, concrete, int32_field
+from .._problem.storage import AbstractStored, StackLayer
 from .._run_time import raise_if
 from ._base import (
     AbstractCache,
@@ -22,24 +22,74 @@ from ._base import (
     check_rows,
     checked_dims,
     empty_pair,
-    pool_specs,
     sharded_alike,
     shardings_of,
     write_slots,
 )
-from ._paged import (
-    empty_pools,
-    pages_of,
-    with_doubled,
-    with_released,
-    with_reserved,
-    with_shared,
-    write_pages,
-)
 from ._writes import write
 
 
-class StackedKVCache(eqx.Module):
+_Stack = TypeVar("_Stack", bound="AbstractStack")
+
+
+class AbstractStack(eqx.Module):
+    """The caches of equal layers, in arrays that a scan over layers carries and writes in place.
+
+    **Arguments:**
+
+    - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
+    """
+
+    length: eqx.AbstractVar[Any]
+
+    def layer(self, index: Any) -> "LayerCache":
+        """Returns the cache of one layer. The index may be traced.
+
+        **Raises:** `ValueError` for a known index that is out of range. For a traced one,
+        an error is raised when the program runs.
+        """
+        index, layers = as_int32(index, "index"), self.length.shape[0]
+        known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
+        if index.shape != () or (known is not None and not 0 <= known < layers):
+            got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
+            raise ValueError(f"{message}, got {got}.")
+        index = jnp.asarray(index)
+        if known is None:
+            index = raise_if(index, (index < 0) | (index >= layers), message)
+        return LayerCache(self, index)  # pyright: ignore[reportCallIssue]
+
+    def key_shardings(self: _Stack, mesh: Any, axis_name: str) -> _Stack:
+        """The shardings of a cache whose tokens or pages are spread over the devices along a mesh
+        axis, as those of [`eqattn.cache.AbstractCache`][].
+        """
+        return shardings_of(self, self._key_specs(axis_name), mesh, axis_name)
+
+    @abc.abstractmethod
+    def _pools(self) -> tuple[Any, Any]:
+        """A hook: the keys and the values of all layers."""
+
+    @abc.abstractmethod
+    def _read(self, pool: Any, index: Array) -> AbstractStored:
+        """A hook: the keys or values of a layer, as attention reads them in those of all layers."""
+
+    @abc.abstractmethod
+    def _write(
+        self, layer: "LayerCache", key: Array, value: Array, counts: Any
+    ) -> tuple[Any, Any, Array]:
+        """A hook: the keys and values of all layers with new tokens of one, and its new lengths."""
+
+    @abc.abstractmethod
+    def _reorder(self, layer: "LayerCache", rows: Any) -> tuple[Any, Any, Array]:
+        """A hook: the keys and values of all layers with the rows of one at these indices, and its
+        new lengths.
+        """
+
+    @abc.abstractmethod
+    def _key_specs(self, axis_name: str) -> dict[int, P]:
+        """A hook for `key_shardings`, as that of `AbstractCache`."""
+
+
+class StackedKVCache(AbstractStack):
     """A `KVCache` for each layer, in arrays that a scan over layers carries and writes in place:
 
         def layer(carry, i):
@@ -63,7 +113,7 @@ class StackedKVCache(eqx.Module):
     length: Int[Array, "l b"] = int32_field("length")
 
     @classmethod
-    def empty(
+    def empty(  # noqa: PLR0913 (one argument for each size of the cache)
         cls,
         layers: int,
         batch: int,
@@ -85,41 +135,54 @@ class StackedKVCache(eqx.Module):
         key, value = empty_pair((layers, batch, capacity, kv_heads), dims, dtype, bits)
         return cls(key, value, jnp.zeros((layers, batch), jnp.int32))
 
-    def layer(self, index: Any) -> "LayerCache":
-        """Returns the cache of one layer. The index may be traced.
+    def _pools(self) -> tuple[Any, Any]:
+        return self.key, self.value
 
-        **Raises:** `ValueError` for a known index that is out of range. For a traced one,
-        an error is raised when the program runs.
-        """
-        return LayerCache(self, layer_index(index, self.length.shape[0]))  # pyright: ignore[reportCallIssue]
+    def _read(self, pool: Any, index: Array) -> AbstractStored:
+        if isinstance(pool, AbstractStored) and any(pool.flat):
+            raise ValueError(
+                f"{type(pool).__name__} has its tokens and heads in one axis, and cannot be read "
+                "by layer; use StackedPagedKVCache."
+            )
+        return StackLayer(pool, index)
 
-    def key_shardings(self, mesh: Any, axis_name: str) -> "StackedKVCache":
-        """The shardings of a cache whose tokens are spread over the devices along a mesh axis, as
-        those of [`eqattn.cache.AbstractCache`][].
-        """
-        return shardings_of(self, self.layer(0)._key_specs(axis_name), mesh, axis_name)
+    def _write(
+        self, layer: "LayerCache", key: Array, value: Array, counts: Any
+    ) -> tuple[Any, Any, Array]:
+        slots, length = write_slots(layer, key.shape[1], counts, self.key.shape[2])
+        key = write(self.key, key, slots, layer.index)
+        return key, write(self.value, value, slots, layer.index), length
+
+    def _reorder(self, layer: "LayerCache", rows: Any) -> tuple[Any, Any, Array]:
+        rows = check_rows(rows, self.key.shape[1])
+        if rows.shape != layer.length.shape:
+            raise ValueError(
+                f"rows {rows.shape} must be as many as the layers have, {layer.length.shape}; "
+                "other numbers need a new StackedKVCache."
+            )
+
+        def in_order(pools: Any, index: Any, rows: Array) -> Any:
+            return jax.tree.map(lambda x: x.at[index].set(x[index][rows]), pools)
+
+        key, value = sharded_alike(in_order, (self.key, self.value), layer.index, rows)
+        return key, value, sharded_alike(lambda x, rows: x[rows], layer.length, rows)
+
+    def _key_specs(self, axis_name: str) -> dict[int, P]:
+        return {id(x): P(None, None, axis_name) for x in jax.tree.leaves((self.key, self.value))}
 
 
-def layer_index(index: Any, layers: int) -> Array:
-    """The index of one of some layers as int32, checked."""
-    index = as_int32(index, "index")
-    known, message = concrete(index), f"index must be one of the {layers} layers, from 0 on"
-    if index.shape != () or (known is not None and not 0 <= known < layers):
-        got = f"shape {index.shape}" if known is None or index.shape else str(int(known))
-        raise ValueError(f"{message}, got {got}.")
-    index = jnp.asarray(index)
-    return index if known is not None else raise_if(index, (index < 0) | (index >= layers), message)
+class LayerCache(AbstractCache):
+    """The cache of one layer of a [`eqattn.cache.StackedKVCache`][] or a
+    [`eqattn.cache.StackedPagedKVCache`][], which is its `stack`. `reorder` needs as many rows as
+    before, and copies the layer; layers with a common table of pages are reordered by their stack.
+    """
 
-
-class AbstractLayerCache(AbstractCache):
-    """The cache of one layer of a `stack`, an `index` of which holds what belongs to the layer."""
-
-    stack: eqx.AbstractVar[Any]
-    index: eqx.AbstractVar[Int[Array, ""]]
+    stack: Any
+    index: Int[Array, ""]
 
     shares_rows: ClassVar[bool] = True
 
-    def __init__(self, stack: Any, index: Int[Array, ""]):
+    def __init__(self, stack: AbstractStack, index: Int[Array, ""]):
         self.stack, self.index = stack, index
 
     @property
@@ -127,35 +190,17 @@ class AbstractLayerCache(AbstractCache):
         return self.stack.length[self.index]
 
     @property
-    def positions(self) -> Int[Array, "b s"] | None:
-        return None
-
-
-class LayerCache(AbstractLayerCache):
-    """The cache of one layer of a [`eqattn.cache.StackedKVCache`][], which is its `stack`."""
-
-    stack: StackedKVCache
-    index: Int[Array, ""]
-
-    @property
     def key(self) -> AbstractStored:
-        return self._own(self.stack.key)
+        return self.stack._read(self.stack._pools()[0], self.index)
 
     @property
     def value(self) -> AbstractStored:
-        return self._own(self.stack.value)
-
-    def _own(self, x: Any) -> StackLayer:
-        if isinstance(x, AbstractStored) and any(x.flat):
-            raise ValueError(
-                f"{type(x).__name__} has its tokens and heads in one axis, and cannot be read by "
-                "layer; use StackedPagedKVCache."
-            )
-        return StackLayer(x, self.index)
+        return self.stack._read(self.stack._pools()[1], self.index)
 
     def _with(self, key: Any, value: Any, length: Array) -> "LayerCache":
-        lengths = self.stack.length.at[self.index].set(length)
-        return LayerCache(StackedKVCache(key, value, lengths), self.index)  # pyright: ignore[reportCallIssue]
+        new = key, value, self.stack.length.at[self.index].set(length)
+        where = lambda stack: (*stack._pools(), stack.length)
+        return LayerCache(eqx.tree_at(where, self.stack, new), self.index)  # pyright: ignore[reportCallIssue]
 
     @appends
     def append(
@@ -164,187 +209,13 @@ class LayerCache(AbstractLayerCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "LayerCache":
-        slots, length = write_slots(self, key.shape[1], counts, self.stack.key.shape[2])
-        key = write(self.stack.key, key, slots, self.index)
-        return self._with(key, write(self.stack.value, value, slots, self.index), length)
+        return self._with(*self.stack._write(self, key, value, counts))
 
     def truncate(self, lengths: Int[Array, " b"]) -> "LayerCache":
-        return self._with(self.stack.key, self.stack.value, check_lengths(lengths, self.length))
+        return self._with(*self.stack._pools(), check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "LayerCache":
-        """Returns the cache with the rows at these indices, of which there must be as many as
-        before. It copies this layer.
-        """
-        rows = check_rows(self, rows)
-        if rows.shape != self.length.shape:
-            raise ValueError(
-                f"rows {rows.shape} must be as many as the layers have, {self.length.shape}; other "
-                "numbers need a new StackedKVCache."
-            )
-
-        def turned(stored: Any, index: Any, rows: Array) -> Any:
-            return jax.tree.map(lambda x: x.at[index].set(x[index][rows]), stored)
-
-        both = self.stack.key, self.stack.value
-        key, value = sharded_alike(turned, both, self.index, rows)
-        length = sharded_alike(lambda x, rows: x[rows], self.length, rows)
-        return self._with(key, value, length)
-
-
-class StackedPagedKVCache(eqx.Module):
-    """A `PagedKVCache` for each layer, in arrays that a scan over layers carries and writes in
-    place, as [`eqattn.cache.StackedKVCache`][] is. A page is the same part of a row in every layer,
-    so that one table serves all layers. `reserve` costs the host the same for any number of them.
-
-    **Arguments:**
-
-    - `key_pages`, `value_pages`: the pools of pages, `[pages, layers, page size, k, d]` and
-        `[pages, layers, page size, k, v]`, as arrays, [`eqattn.cache.Quantized`][] or
-        [`eqattn.cache.Bits`][]. `StackedPagedKVCache.empty` makes them.
-    - `table`: the page of each part of a row, int32 `[b, n]`. -1 means that it has none.
-        `-2 - page` means that other rows may have the page, too.
-    - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
-    - `devices`: as for [`eqattn.cache.PagedKVCache`][].
-    """
-
-    key_pages: Any
-    value_pages: Any
-    table: Int[Array, "b n"] = int32_field("table")
-    length: Int[Array, "l b"] = int32_field("length")
-    devices: int = eqx.field(static=True, default=1)
-
-    @classmethod
-    def empty(  # noqa: PLR0913 (one argument for each size of the cache)
-        cls,
-        layers: int,
-        batch: int,
-        capacity: int,
-        pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        dtype: Any = jnp.float32,
-        stored: Any = None,
-        head_shares: int = 1,
-        bits: bool | None = None,
-        devices: int = 1,
-    ) -> "StackedPagedKVCache":
-        """Makes a cache without tokens. The arguments are those of
-        [`eqattn.cache.PagedKVCache`][]`.empty`, and `layers`; each page has all layers.
-        """
-        sizes = dict(layers=layers, batch=batch, capacity=capacity, pages=pages)
-        sizes |= dict(page_size=page_size, kv_heads=kv_heads, head_shares=head_shares)
-        dims = checked_dims(dtype, head_dim, value_dim, **sizes)
-        shape = (pages, layers, page_size, kv_heads)
-        keys, values = empty_pools(
-            shape, dims, dtype, stored, head_shares, bits, as_size(devices, "devices")
-        )
-        parts = -(-capacity // (page_size * devices)) * devices
-        table, length = (
-            jnp.full((batch, parts), -1, jnp.int32),
-            jnp.zeros((layers, batch), jnp.int32),
-        )
-        return cls(keys, values, table, length, devices)
-
-    def layer(self, index: Any) -> "PagedLayerCache":
-        """Returns the cache of one layer. The index may be traced.
-
-        **Raises:** `ValueError` for a known index that is out of range. For a traced one,
-        an error is raised when the program runs.
-        """
-        return PagedLayerCache(self, layer_index(index, self.length.shape[0]))  # pyright: ignore[reportCallIssue]
-
-    def reserve(self, counts: Any, donate: bool = False) -> "StackedPagedKVCache":
-        """Returns the cache with pages for `counts` more tokens of each row, in all layers; as that
-        of [`eqattn.cache.PagedKVCache`][].
-        """
-        size = as_stored(self.key_pages).shape[2]
-        return with_reserved(self, self.length, counts, size, donate)
-
-    def reorder(self, rows: Int[Array, " n"]) -> "StackedPagedKVCache":
-        """Returns the cache with the rows at these indices, in all layers; as that of
-        [`eqattn.cache.PagedKVCache`][].
-        """
-        rows = check_rows(self.layer(0), rows)
-        table, length = with_doubled(self.table, self.length.T, rows)
-        return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length.T))
-
-    def share(self, rows: Any, from_row: int, tokens: int) -> "StackedPagedKVCache":
-        """Returns the cache in which `rows` begin with the first `tokens` of another row, in all
-        layers; as that of [`eqattn.cache.PagedKVCache`][].
-        """
-        size = as_stored(self.key_pages).shape[2]
-        return with_shared(self, self.length.min(0), rows, from_row, tokens, size)
-
-    def release(self, rows: Any) -> "StackedPagedKVCache":
-        """Returns the cache without the tokens and pages of some rows, in all layers. `rows` is an
-        array of their indices, or a boolean mask `[b]`.
-        """
-        return with_released(self, self.layer(0), rows)
-
-    def key_shardings(self, mesh: Any, axis_name: str) -> "StackedPagedKVCache":
-        """The shardings of a cache whose pages are spread over the devices along a mesh axis, as
-        those of [`eqattn.cache.AbstractCache`][].
-        """
-        return shardings_of(self, pool_specs(self, axis_name), mesh, axis_name)
-
-
-class PagedLayerCache(AbstractLayerCache):
-    """The cache of one layer of a [`eqattn.cache.StackedPagedKVCache`][], which is its `stack`."""
-
-    stack: StackedPagedKVCache
-    index: Int[Array, ""]
-
-    @property
-    def key(self) -> Pages:
-        return self._pages(self.stack.key_pages)
-
-    @property
-    def value(self) -> Pages:
-        return self._pages(self.stack.value_pages)
-
-    def _pages(self, pool: Any) -> Pages:
-        return Pages(_merged(pool), self._own(pages_of(self.stack.table)), self.stack.devices)
-
-    def _own(self, table: Array) -> Array:
-        """The table for pools in which the pages of all layers lie one after the other."""
-        return jnp.where(table < 0, -1, table * self.stack.length.shape[0] + self.index)
-
-    @appends
-    def append(
-        self,
-        key: Float[Array, "b t k d"],
-        value: Float[Array, "b t k v"],
-        counts: Int[Array, " b"] | None = None,
-    ) -> "PagedLayerCache":
-        stack, layer = self.stack, (self.index,)
-        pools = stack.key_pages, stack.value_pages
-        return self._with(*write_pages(self, pools, stack.table, key, value, counts, layer))
+        return self._with(*self.stack._reorder(self, rows))
 
     def _key_specs(self, axis_name: str) -> dict[int, P]:
-        return pool_specs(self.stack, axis_name)
-
-    def _with(self, keys: Any, values: Any, length: Array) -> "PagedLayerCache":
-        lengths = self.stack.length.at[self.index].set(length)
-        stack = StackedPagedKVCache(keys, values, self.stack.table, lengths, self.stack.devices)
-        return PagedLayerCache(stack, self.index)  # pyright: ignore[reportCallIssue]
-
-    def truncate(self, lengths: Int[Array, " b"]) -> "PagedLayerCache":
-        """Returns the cache with only the first `lengths` tokens of each row of this layer. A row
-        keeps the pages that it no longer needs.
-        """
-        lengths = check_lengths(lengths, self.length)
-        return self._with(self.stack.key_pages, self.stack.value_pages, lengths)
-
-    def reorder(self, rows: Int[Array, " n"]) -> "PagedLayerCache":
-        """**Raises:** `ValueError`, as the layers share the table of pages."""
-        raise ValueError(
-            "The layers of a StackedPagedKVCache share one table of pages, so that one of them "
-            "cannot be reordered alone; call reorder of the stack."
-        )
-
-
-def _merged(pool: Any) -> Any:
-    """A pool `[pages, layers, page size, ...]` as `[pages * layers, page size, ...]`."""
-    return jax.tree.map(lambda x: x.reshape(int(np.prod(x.shape[:2])), *x.shape[2:]), pool)
+        return self.stack._key_specs(axis_name)

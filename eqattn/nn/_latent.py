@@ -21,7 +21,7 @@ from .._misc import (
     without_defaults,
 )
 from .._problem.problem import as_scores
-from .._problem.storage import AbstractStored, as_stored, Joined
+from .._problem.storage import AbstractStored, as_stored, LatentKV
 from ..cache import LatentKVCache
 from ..scores._base import AbstractScore, Bias
 from ..strategies import AttentionImpl
@@ -279,7 +279,7 @@ class LatentAttention(eqx.Module):
         )
         query, rest, latent = self._projected(x, at)
         # Keys `[c, r]`, whose first features `c` are the values of the absorbed form.
-        keys, q_offset = Joined(latent, rest), None
+        keys, q_offset = LatentKV(latent, rest), None
         if cache is not None:
             # The queries follow what is stored, so the length is read before it grows.
             q_offset = cache.length if q_positions is None else None
@@ -360,8 +360,8 @@ class LatentAttention(eqx.Module):
         inner = jnp.einsum("...hn,hnr->...hr", inner, weight)
         query = jnp.concatenate([inner, turning], -1)
         if stored:
-            return (query, keys, keys.first), offset
-        heads = query, keys.materialise(), as_stored(keys.first).materialise()
+            return (query, keys, keys.c_kv), offset
+        heads = query, keys.materialise(), as_stored(keys.c_kv).materialise()
         return heads, offset
 
     def _expanded(self, query: Array, keys: AbstractStored) -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ from .._ring.layout import (
 from .._ring.plan import ring_plan as ring_plan, RingPlan as RingPlan
 from ._base import AttentionImpl as AttentionImpl, Support as Support
 from ._fold_strategy import AbstractFoldStrategy as AbstractFoldStrategy
-from ._on_device import fold as fold, read_twice as read_twice
+from ._on_device import accumulate_in_fp32 as accumulate_in_fp32, fold as fold
 from ._registry import AttentionRegistry as AttentionRegistry
 from .all_gather import AllGather as AllGather
 from .blockwise import Blockwise as Blockwise

@@ -34,7 +34,7 @@ from .._problem.lists import (
 from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
 from .._problem.problem import cached, Problem
-from .._problem.shards import fold_own_rows, HeadExchange, read_twice
+from .._problem.shards import accumulate_in_fp32, fold_own_rows, HeadExchange
 from .._ring.plan import reach
 from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.lowering import Lowering, XLA
@@ -73,7 +73,7 @@ def fold_on_device(
             # The gradients of narrow keys, of two parts, are to be summed before they are rounded.
             wide = not is_narrow(problem.query) and lowering is XLA and not fixed
             in_place = in_place or (wide and sees_few_keys(rest))
-            problem = read_twice(problem, lowering, in_place)
+            problem = accumulate_in_fp32(problem, lowering, in_place)
         rest = dict(fused=fused, block_q=block_q, block_k=block_k, lowering=lowering)
         visit = _visit_of_list(problem, selection, manual=manual, **rest)
         # From here on, its indices are not needed, and positions may be moved.

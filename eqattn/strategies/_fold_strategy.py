@@ -434,9 +434,9 @@ class AbstractFoldStrategy(AttentionImpl):
         arguments.check_precision(self.precision)
         q = on_mesh_of(jnp.asarray(q), (self, k, v, options))
         if self.reads_stored:
-            from .._problem.storage import read_once
+            from .._problem.storage import values_from_keys
 
-            v = read_once(k, v)
+            v = values_from_keys(k, v)
         return _output_of((self, q, k, v, options), wanted)
 
 

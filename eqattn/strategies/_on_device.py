@@ -63,7 +63,7 @@ def fold(
     )
 
 
-def read_twice(problem: Problem, lowering: Lowering = XLA) -> Problem:
+def accumulate_in_fp32(problem: Problem, lowering: Lowering = XLA) -> Problem:
     """Prepares a problem for a strategy that folds it in two parts or more and merges their
     Carries. Gradients of what scores read, and of the scale, are then sums over the parts in the
     dtype of sums, and round once. So are those of query, key and value where the lowering is XLA's
@@ -76,7 +76,7 @@ def read_twice(problem: Problem, lowering: Lowering = XLA) -> Problem:
     """
     from .._problem import shards as wide_sums  # a late import: few strategies need it
 
-    return wide_sums.read_twice(problem, lowering)
+    return wide_sums.accumulate_in_fp32(problem, lowering)
 
 
 def _has_few_rows(problem: Problem) -> bool:

@@ -119,12 +119,12 @@ def keys_of(built: Built, arguments: dict[str, Any], cache: Any, mask: Any) -> t
     positions if they lie in some other order.
     """
     from eqattn._problem.storage import Stored
-    from eqattn.cache import Joined
+    from eqattn.cache import LatentKV
 
     target, (k, v) = built.case["target"][0], (arguments[n] for n in "kv")
     if target == "latent":
-        key = Joined(v, k)
-        return key, key.first, mask, None
+        key = LatentKV(v, k)
+        return key, key.c_kv, mask, None
     if target.startswith("paged"):
         cache = cache.append(k, v)
         return cache.key, cache.value, mask, None

@@ -37,8 +37,7 @@ APART = {
     "Not": "masks of the axis are combined by it",
     "Bias": "the axis `bias` makes it",
     "SoftCap": "the axis `cap` is a soft cap",
-    "LayerCache": "a `StackedKVCache` gives it",
-    "PagedLayerCache": "a `StackedPagedKVCache` gives it",
+    "LayerCache": "a stack gives it",
 }
 PAGES = {
     "masks": (masks.AbstractMask, masks, "masks.md"),

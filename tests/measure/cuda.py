@@ -259,7 +259,7 @@ def decoding(place: Any, slots: int, platform: str = "gpu", **given: Any) -> tup
     import jax.numpy as jnp
 
     from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
-    from eqattn._problem.storage import Joined, Pages, Quantized
+    from eqattn._problem.storage import LatentKV, Pages, Quantized
 
     rows, tokens, dim = given.get("rows", 64), given.get("tokens", 1), given.get("dim", 128)
     page, mask, rest = given.get("page"), given.get("mask"), given.get("rest", 0)
@@ -277,7 +277,7 @@ def decoding(place: Any, slots: int, platform: str = "gpu", **given: Any) -> tup
         if stored is not None:
             k, v = (Quantized(x[0], x[1], dtype) for x in (k, v))
         k, v = [Pages(x, *table) for x in (k, v)] if table else (k, v)
-        k, v = (Joined(k, v), k) if rest else (k, v)
+        k, v = (LatentKV(k, v), k) if rest else (k, v)
         seen = Causal() & KeyPadding(lengths)
         seen = seen if mask is None else seen & mask
         return attention(q, k, v, how, mask=seen, q_offset=lengths - tokens).attention_outputs

@@ -278,7 +278,7 @@ def unsupported_pieces(layout: GridLayout, logits: Any, operands: Sequence[Any])
 def _unknown_keys(logits: Any) -> str:
     primitives = {eqn.primitive.name for eqn in flat_jaxpr(logits).jaxpr.eqns}
     if "bitcast_convert_type" in primitives:
-        return "its keys are eqattn.cache.Bits; a cache that is made with bits=False has floats"
+        return "its keys are eqattn.cache.Bitcast; a cache that is made with bits=False has floats"
     return "its keys are stored in a way of their own"
 
 

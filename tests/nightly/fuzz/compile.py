@@ -216,7 +216,7 @@ class Step:
             offset, cache = cache.length, cache.append(key_, value)
             mask = e.Causal() & cache.mask()
             mask = mask & e.SlidingWindow(60, 0) if self.window else mask
-            values = cache.key.first if latent else cache.value
+            values = cache.key.c_kv if latent else cache.value
             places = dict(q_offset=offset, kv_positions=cache.positions)
             out = e.attention(query, cache.key, values, strategy, mask=mask, **given, **places)
             return cache, out.attention_outputs

@@ -13,7 +13,7 @@ from _caches import cache, call, check, judge, latents, LENGTHS
 from _kernels import drawn, how, newest
 
 from eqattn import attention, Causal, Segments, SlidingWindow
-from eqattn.cache import Joined
+from eqattn.cache import LatentKV
 from eqattn.kernels.nvidia.hopper import mosaic as _mosaic
 
 
@@ -94,7 +94,7 @@ def test_latents_with_what_is_not_finite():
     """
     (q, k, _), _ = latents(1, 4, 512, 64, 144)
     first = jnp.where(HIDDEN, jnp.nan, k.first.array).astype(q.dtype)
-    run = jax.jit(lambda x: call(q, Joined(x, k.rest), None, backend="cuda", blocksize_k=16))
+    run = jax.jit(lambda x: call(q, LatentKV(x, k.k_rope), None, backend="cuda", blocksize_k=16))
     assert np.isfinite(np.float32(run(first).attention_outputs)).all()
     first = first.at[0, LENGTHS[0] - 1, 0, -1].set(jnp.nan)
     nan = np.isnan(np.float32(run(first).attention_outputs)).all((1, 2, 3))

@@ -50,7 +50,7 @@ def tokens(t, dtype=jnp.float64, seed=0):
 def step(cache, q, k, v, counts=None, mask=Causal(), strategy=Ragged):
     offset, dtype = cache.length, q.dtype
     cache = cache.append(k, v, counts)
-    value = cache.key.first if isinstance(cache, LatentKVCache) else cache.value
+    value = cache.key.c_kv if isinstance(cache, LatentKVCache) else cache.value
     out = attention(
         q, cache.key, value, strategy(AttentionMetadata(runtime_dtype=dtype)),
         mask=mask & cache.mask(), q_offset=offset, kv_positions=cache.positions,

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, Dense, KeyPadding, Ragged
 from eqattn.cache import (
-    Bits,
+    Bitcast,
     KVCache,
     LatentKVCache,
     PagedKVCache,
@@ -200,7 +200,7 @@ def test_narrow_floats_are_bits_where_that_pays():
     q, k, v = tokens(5, jnp.bfloat16)
     empty = dict(batch=B, capacity=64, kv_heads=K, head_dim=D, value_dim=V, dtype=jnp.bfloat16)
     cache, other = KVCache.empty(**empty), KVCache.empty(**empty, bits=False)
-    assert isinstance(cache.key, Bits) and isinstance(other.key, jax.Array)
+    assert isinstance(cache.key, Bitcast) and isinstance(other.key, jax.Array)
     for dtype in (jnp.float16, jnp.float32):
         assert isinstance(KVCache.empty(B, 64, K, D, dtype=dtype).key, jax.Array)
     cache, other = cache.append(k, v), other.append(k, v)
@@ -217,12 +217,14 @@ def test_narrow_floats_are_bits_where_that_pays():
 
 def test_bits_are_those_of_their_dtype():
     with pytest.raises(ValueError, match="bits of bfloat16 are uint16, got uint32"):
-        Bits(jnp.zeros((1, 2, 1, 4), jnp.uint32), jnp.bfloat16)
+        Bitcast(jnp.zeros((1, 2, 1, 4), jnp.uint32), jnp.bfloat16)
     with pytest.raises(ValueError, match="give one of the two"):
         PagedKVCache.empty(1, 64, 4, 16, 1, 8, stored=jnp.int8, bits=True)
     x = tokens(2, jnp.bfloat16)[1]
-    assert (Bits.of(x).materialise() == x).all()
-    assert len(Bits.of(x)) == len(list(Bits.of(x))) == len(x)  # iterating over one never ended
+    assert (Bitcast.of(x).materialise() == x).all()
+    assert (
+        len(Bitcast.of(x)) == len(list(Bitcast.of(x))) == len(x)
+    )  # iterating over one never ended
 
 
 def over_layers(stacked, q, k, v):
@@ -299,7 +301,7 @@ def test_pages_of_layers_are_not_copied(heads, dtype):
             cache = stacked.layer(i)
             cache = (LatentKVCache(cache) if latent else cache).append(key, value)
             keys = cache.key
-            values = keys.first if latent else cache.value
+            values = keys.c_kv if latent else cache.value
             out = attention(x, keys, values, Ragged(), mask=cache.mask()).attention_outputs
             out = jnp.concatenate([out, x[..., v:]], -1) if latent else out[..., :d]
             return ((cache.cache if latent else cache).stack, out), None

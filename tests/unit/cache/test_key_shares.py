@@ -56,7 +56,7 @@ def attend(cache, query, offset, axis="keys"):
     if isinstance(cache, StackedKVCache | StackedPagedKVCache):
         cache = cache.layer(1)
     key = cache.key
-    value = key.first if isinstance(cache, LatentKVCache) else cache.value
+    value = key.c_kv if isinstance(cache, LatentKVCache) else cache.value
     mask, strategy = Causal() & cache.mask(), Ragged(AttentionMetadata(), axis_name=axis)
     options = dict(mask=mask, q_offset=offset, kv_positions=cache.positions)
     return attention(query, key, value, strategy, **options).attention_outputs

@@ -13,8 +13,8 @@ from matrix import oracle, oracle_masks as om
 
 from eqattn import attention, AttentionMetadata, Causal, Ragged, ragged_attention
 from eqattn.cache import (
-    Joined,
     KVCache,
+    LatentKV,
     LatentKVCache,
     PagedKVCache,
     Quantized,
@@ -66,7 +66,7 @@ def step(cache, query, rest, latent, counts=None, **metadata):
     out = attention(
         query,
         key,
-        key.first,
+        key.c_kv,
         Ragged(AttentionMetadata(softmax_scale=SCALE, **metadata)),
         mask=Causal() & cache.mask(),
         q_offset=offset,
@@ -84,7 +84,7 @@ def problem(query, rest, latent):
 
 @pytest.mark.parametrize("name", ["dense", "paged"])
 def test_steps_are_the_whole(name, x64):
-    """A prompt, then tokens; also by `cache.value` in place of `cache.key.first`."""
+    """A prompt, then tokens; also by `cache.value` in place of `cache.key.c_kv`."""
     query, rest, latent = tokens(jnp.float64)
 
     @jax.jit
@@ -154,9 +154,7 @@ def test_packed_rows(name, x64):
     def run(cache):
         cache = cache.append(rest, latent)
         key, packed = cache.key, jnp.concatenate([query[0, 4:], query[1, 8:]])
-        return ragged_attention(
-            packed, key, key.first, jnp.array([0, 5, 6]), cache.length, strategy
-        )
+        return ragged_attention(packed, key, key.c_kv, jnp.array([0, 5, 6]), cache.length, strategy)
 
     out = run(MAKE[name](jnp.float64))
     want = oracle.forward(problem(query, rest, latent)).out
@@ -216,8 +214,8 @@ def test_both_parts_fit():
         LatentKVCache(KVCache.empty(1, 64, 2, 8))
     x = jnp.zeros((1, 8, 1, 4))
     with pytest.raises(ValueError, match=r"must be of the same tokens, heads and dtype"):
-        Joined(x, x[:, :4])
+        LatentKV(x, x[:, :4])
     with pytest.raises(ValueError, match="must be of the same tokens, heads and dtype"):
-        Joined(x, Quantized.quantize(x.astype(jnp.bfloat16)))
+        LatentKV(x, Quantized.quantize(x.astype(jnp.bfloat16)))
     with pytest.raises(ValueError, match="do not fit a cache"):
         LatentKVCache.empty(1, 64, 12, 4).append(jnp.zeros((1, 1, 1, 12)), jnp.zeros((1, 1, 1, 4)))

@@ -21,7 +21,7 @@ from eqattn import (
     top_keys,
 )
 from eqattn._problem.storage import StackLayer
-from eqattn.cache import Bits, StackedKVCache
+from eqattn.cache import Bitcast, StackedKVCache
 
 
 L, B, T, H, K, S, D = 3, 2, 3, 4, 2, 192, 8
@@ -141,7 +141,7 @@ def test_the_greatest_logits_of_a_layer():
 def test_the_form_of_a_layer():
     cache = stack_of(dtype=jnp.bfloat16).layer(1)
     bits = StackedKVCache.empty(L, B, S, K, D, dtype=jnp.bfloat16, bits=True).layer(1)
-    assert isinstance(bits.stack.key, Bits)
+    assert isinstance(bits.stack.key, Bitcast)
     for key in (cache.key, bits.key):
         assert (key.shape, key.dtype, key.ndim, key.itemsize) == ((B, S, K, D), jnp.bfloat16, 4, 2)
     assert (cache.key.materialise() == cache.stack.key[1]).all()

@@ -11,7 +11,7 @@ from matrix import bound, oracle
 
 from eqattn import attention, AttentionMetadata, Causal, KeyPadding, Ragged
 from eqattn._problem.storage import as_stored
-from eqattn.cache import AbstractStored, Joined, Pages, Quantized
+from eqattn.cache import AbstractStored, LatentKV, Pages, Quantized
 
 
 LENGTHS = np.array([48, 0, 21, 33])
@@ -40,9 +40,9 @@ def latents(t, heads, width, rest, keys=48, stored: Any = None, page=0, dtype: A
     q, *parts = normal([(t, heads, width + rest), (keys, 1, width), (keys, 1, rest)], dtype)
     (first, values), (other, more) = (kept_as(x, stored, page) for x in parts)
     if page:
-        key: Any = Pages(Joined(first.content, other.content), first.table)
+        key: Any = Pages(LatentKV(first.content, other.content), first.table)
     else:
-        key = Joined(first, other)
+        key = LatentKV(first, other)
     return (q, key, None), [np.float64(q), np.concatenate([values, more], -1), values]
 
 

@@ -240,7 +240,7 @@ def compiled(chip: str, case: str):  # noqa: C901 (a switch over kinds)
 
     import eqattn
     from eqattn._problem.storage import as_stored
-    from eqattn.cache import Joined, Pages, Quantized
+    from eqattn.cache import LatentKV, Pages, Quantized
 
     kinds = dict(mask="None", score=None, gradient=True, tokens=512, cap=None, bias=None)
     kinds |= dict(platform="pallas", strategy="Blockwise", queries=None, stored=None, page=None)
@@ -318,13 +318,13 @@ def compiled(chip: str, case: str):  # noqa: C901 (a switch over kinds)
         names = {**public, **inputs, **wrt, **functions(inputs), "MASKS": MASKS}
         key, value = kept(wrt["key_"], inputs), kept(wrt["value"], inputs)
         if spec.latent and spec.page:
-            key = Pages(Joined(value.content, key.content), inputs["table"])
+            key = Pages(LatentKV(value.content, key.content), inputs["table"])
         elif spec.latent:
-            key = Joined(value, key)
+            key = LatentKV(value, key)
         return eqattn.attention(
             wrt["query"],
             key,
-            key.first if spec.latent else value,
+            key.c_kv if spec.latent else value,
             getattr(eqattn, spec.strategy)(metadata),
             mask=eval(spec.mask, names),
             score=None if spec.score is None else eval(spec.score, names),

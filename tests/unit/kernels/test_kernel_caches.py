@@ -35,7 +35,7 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._problem.storage import Stored
-from eqattn.cache import Bits, Joined, Pages, Quantized
+from eqattn.cache import Bitcast, LatentKV, Pages, Quantized
 
 
 GROUPS = dict(t=1, heads=4, kv_heads=2, dim=32, width=32)
@@ -127,8 +127,8 @@ def spoiled(x, number, where):
     the last feature; where numbers have 8 bits, in their scales, and in them if they can hold it.
     """
     where = jnp.asarray(where)
-    if isinstance(x, Joined):
-        return Joined(*(spoiled(part, number, where) for part in (x.first, x.rest)))
+    if isinstance(x, LatentKV):
+        return LatentKV(*(spoiled(part, number, where) for part in (x.c_kv, x.k_rope)))
     if isinstance(x, Stored):
         return spoiled(x.array, number, where)
     if isinstance(x, Pages):
@@ -272,7 +272,7 @@ REFUSED: dict[str, Any] = {
     "triton": (
         *OWN,
         ("up to 256 numbers, not 264 and 264", lambda *_: (WIDE[:, :1], WIDE, WIDE)),
-        ("its keys are eqattn.cache.Bits; .* bits=False", lambda q, *_: (q, Bits.of(WHOLE), Bits.of(WHOLE))),
+        ("its keys are eqattn.cache.Bitcast; .* bits=False", lambda q, *_: (q, Bitcast.of(WHOLE), Bitcast.of(WHOLE))),
     ),
 }  # fmt: skip
 

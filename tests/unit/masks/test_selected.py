@@ -30,7 +30,7 @@ from eqattn import (
     Tree,
     Zigzag,
 )
-from eqattn.cache import Joined, PagedKVCache, Pages
+from eqattn.cache import LatentKV, PagedKVCache, Pages
 
 
 MESH = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -290,8 +290,8 @@ def test_gradients_of_narrow_keys_are_summed_wide():
     total = lambda *xs: attention(query, *xs, Ragged(), mask=mask).attention_outputs.sum()
 
     def of_latents(x):
-        held = Joined(x[..., :1], x[..., 1:])
-        return total(held, held.first)
+        held = LatentKV(x[..., :1], x[..., 1:])
+        return total(held, held.c_kv)
 
     calls = (
         lambda x: attention(query, x, x, mask=mask).attention_outputs.sum(),

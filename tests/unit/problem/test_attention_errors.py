@@ -117,9 +117,9 @@ TABLE = {
         lambda: call(dtypes="iii", strategy=Dense(Metadata())), TypeError, ["query", "int32", "cast"]
     ),
     "query of eight bits": (
-        lambda: call(dtypes="888"), TypeError, ["query", "float8_e4m3fn", "bfloat16 or wider", "QuantizedKVCache"]
+        lambda: call(dtypes="888"), TypeError, ["query", "float8_e4m3fn", "bfloat16 or wider", "KVCache.empty"]
     ),
-    "keys of eight bits": (lambda: call(dtypes="f8f"), TypeError, ["key", "float8_e4m3fn", "QuantizedKVCache"]),
+    "keys of eight bits": (lambda: call(dtypes="f8f"), TypeError, ["key", "float8_e4m3fn", "KVCache.empty"]),
     "cache of eight bits": (
         lambda: KVCache.empty(B, S, K, D, dtype=jnp.float8_e5m2), TypeError, ["dtype", "float8_e5m2", "stored="]
     ),

@@ -33,7 +33,7 @@ from eqattn import (
     T5Bias,
 )
 from eqattn._problem.storage import as_stored
-from eqattn.cache import Joined, Pages, Quantized
+from eqattn.cache import LatentKV, Pages, Quantized
 
 
 QUERIES, KEYS = 0, 1
@@ -223,10 +223,10 @@ def _program(case: Case, name: str, gradients: bool, x: Arrays, shared: Arrays, 
             fixed = jax.lax.stop_gradient((key, value))
             key, value = (Quantized.quantize(z, jnp.int8) for z in fixed)
         if case.stored == "latent":
-            key = Joined(key[..., : case.v], key[..., case.v :])
+            key = LatentKV(key[..., : case.v], key[..., case.v :])
         if table is not None:
             key, value = (_in_pages(z, table, case.block[1]) for z in (key, value))
-        value = key.first if case.stored == "latent" else value
+        value = key.c_kv if case.stored == "latent" else value
         out = attention(
             y["q"], key, value, strategy, q_offset=y["offset"], return_logsumexp=True, **more
         )

@@ -13,7 +13,7 @@ from matrix.test_narrow_sums import half_ulps
 
 from eqattn import ALiBi, attention, AttentionImpl, AttentionMetadata, Backend, KeyPadding
 from eqattn.kernels import method_on
-from eqattn.strategies import AbstractFoldStrategy, fold, read_twice
+from eqattn.strategies import AbstractFoldStrategy, accumulate_in_fp32, fold
 
 
 class Halves(AbstractFoldStrategy):
@@ -25,7 +25,7 @@ class Halves(AbstractFoldStrategy):
         return "halves"
 
     def fold(self, problem):
-        problem = read_twice(problem)
+        problem = accumulate_in_fp32(problem)
         half = KeyPadding(jnp.int32(problem.sizes[1] // 2))
         first, second = (fold(dataclasses.replace(problem, mask=x)) for x in (half, ~half))
         return first.merge(second), None
