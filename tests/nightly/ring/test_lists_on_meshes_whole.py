@@ -13,3 +13,7 @@ from eqattn import AllGather, Ring, Ulysses
 @pytest.mark.parametrize("strategy", [Ring, Ulysses, AllGather])
 def test_scores_beside_a_list(strategy, score, mesh, kind):
     unit.test_scores_beside_a_list(strategy, score, mesh, kind)
+
+
+def test_rows_that_pad_a_list_in_a_ring():
+    unit.test_rows_that_pad_a_list_are_not_singular(Ring)

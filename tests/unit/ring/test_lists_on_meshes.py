@@ -7,7 +7,7 @@ import pytest
 from _draw import normal
 from jax.sharding import AxisType
 
-from eqattn import ALiBi, AllGather, attention, AttentionMetadata, Ring, ScoreFn, Selected, Ulysses
+from eqattn import ALiBi, AllGather, attention, AttentionMetadata, Ring, ScoreFn, Selected
 
 
 B, T, H, K, D = 2, 16, 4, 2, 4
@@ -39,7 +39,6 @@ def dense(q, k, v, slopes):
     "strategy, score, mesh, kind",
     [
         (Ring, "closure", "dp, sp, tp", AxisType.Auto),
-        (Ulysses, "alibi", "sp, tp", AxisType.Explicit),
         (AllGather, "closure", "dp, sp", AxisType.Explicit),
     ],
 )
@@ -67,7 +66,7 @@ def test_scores_beside_a_list(strategy, score, mesh, kind):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("strategy", [Ring, AllGather])
+@pytest.mark.parametrize("strategy", [AllGather])
 def test_rows_that_pad_a_list_are_not_singular(strategy):
     """A query that stands alone is padded to the rows of a list on each device. So was its soft cap,
     by zeros, and gradients of keys were NaN.
