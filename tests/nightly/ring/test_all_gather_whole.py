@@ -29,9 +29,9 @@ from ring.test_all_gather import gathered, run
 from eqattn import AllGather, attention, Blockwise, masks as m
 
 
-@pytest.mark.parametrize("transform", [twice, forward_mode, mapped, scanned, checkpointed])
+@pytest.mark.parametrize("transform", [hvp, twice, forward_mode, mapped, scanned, checkpointed])
 def test_transform(transform):
-    unit.test_transform(transform)
+    close(run(gathered, mesh_of(4), transform), expected(transform))
 
 
 def test_own_shard_map_that_is_not_checked():

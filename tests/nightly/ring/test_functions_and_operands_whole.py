@@ -5,8 +5,17 @@ import numpy as np
 import pytest
 import ring.test_functions_and_operands as unit
 from jax.sharding import AxisType
-from ring.common import mesh_of
-from ring.test_functions_and_operands import check, closures, grad, jvp, KINDS, names, TRANSFORMS
+from ring.common import grid_of, mesh_of
+from ring.test_functions_and_operands import (
+    both,
+    check,
+    closures,
+    grad,
+    jvp,
+    KINDS,
+    names,
+    TRANSFORMS,
+)
 
 from eqattn.strategies import AllGather, Ring, Ulysses
 
@@ -31,11 +40,12 @@ def test_closures_in_a_shard_map_of_ones_own(cls, transform, checked):
     unit.test_closures_in_a_shard_map_of_ones_own(cls, transform, checked)
 
 
-def test_closures_on_two_explicit_axes():
-    unit.test_two_explicit_axes(closures)
+@pytest.mark.parametrize("kind", [closures, both], ids=names)
+def test_two_explicit_axes(kind):
+    check(kind, grad, grid_of(2, 2, AxisType.Explicit), Ring, head_axis="hp")
 
 
 @pytest.mark.parametrize("axes", AXES, ids=names)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16], ids=names)
 def test_dtypes(dtype, axes):
-    unit.test_dtypes(dtype, axes)
+    check(both, grad, mesh_of(2, axes), Ring, dtype)

@@ -70,3 +70,7 @@ def test_mesh_of_the_metadata_and_explicit_axes(kind):
         close(jax.jit(gradient(ft.partial(fn, mesh=mesh)))(q, k, v), want)
         close(jax.jit(gradient(ft.partial(fn, mesh=mesh)))(*placed), want)
         close(run(fn, mesh, gradient, placed), want)
+
+
+def test_own_shard_map():
+    close(jax.jit(gradient(with_ids(mesh_of(4), True, cls=Ulysses)))(q, k, v), expected())

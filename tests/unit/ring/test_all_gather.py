@@ -23,7 +23,6 @@ from .common import (
     expected,
     gradient,
     H,
-    hvp,
     K,
     k,
     mapped,
@@ -45,11 +44,6 @@ gathered = ft.partial(attend, cls=AllGather)
 def run(fn, mesh, transform, args=(q, k, v)):
     with jax.set_mesh(mesh):
         return jax.jit(transform(fn))(*args)
-
-
-@pytest.mark.parametrize("transform", [hvp])
-def test_transform(transform):
-    close(run(gathered, mesh_of(4), transform), expected(transform))
 
 
 @pytest.mark.parametrize("check, transform", [(True, mapped)])

@@ -52,10 +52,6 @@ def with_ids(mesh, check, **kwargs):
     return lambda *xs: fn(*xs, SEGMENTS)
 
 
-def test_own_shard_map():
-    close(jax.jit(gradient(with_ids(mesh_of(4), True, cls=Ulysses)))(q, k, v), expected())
-
-
 @pytest.mark.parametrize("places", [2])
 def test_numbers_of_heads_in_own_shard_map(places):
     """Each device has all slopes and sinks, and reads those of the heads that it folds."""

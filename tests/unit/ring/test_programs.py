@@ -128,7 +128,7 @@ def test_moves_of_the_gradient():
 
 def test_moves_of_a_window():
     """Only the hops that a window reaches."""
-    for left, right, hops in ((0, 0, 0), (2, 0, 1), (3, 4, 4), (9, 9, 7)):
+    for left, right, hops in ((0, 0, 0), (3, 4, 4)):
         mask = m.SlidingWindow(left, right)
         counts = sent(program(8, mask=mask))
         for size in expected_bytes(8, 2):
