@@ -7,22 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_selected as unit
-from jax.sharding import PartitionSpec as P
-from test_selected import assert_close, D, DEFAULT_CODE, H, K, listed, MESH, POSITIONS, results, RNG
+from test_selected import DEFAULT_CODE, K, RNG
 
 from eqattn import (
-    ALiBi,
     attention,
     Causal,
     Contiguous,
-    Dense,
-    DenseMask,
-    KeyPadding,
-    Ring,
     Selected,
-    SlidingWindow,
-    Tree,
-    Ulysses,
 )
 
 
@@ -40,8 +31,8 @@ def test_pages_of_eight_bits_are_read_where_they_lie():
     unit.test_pages_are_read_where_they_lie("int8", K)
 
 
-def test_lists_in_a_shard_map_of_contiguous_pieces():
-    unit.test_lists_in_a_shard_map_of_ones_own(Contiguous())
+def test_keys_of_contiguous_pieces_are_gathered_first():
+    unit.test_keys_that_are_gathered_first(Contiguous())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, np.float32])
@@ -59,62 +50,6 @@ def test_no_key_is_copied_whole(batch, heads, mapped):
 @pytest.mark.parametrize("batched", [False, True])
 def test_every_window_of_few_keys(listed, batched):
     unit.test_a_window_of_few_keys_copies_none(listed, batched)
-
-
-# A mask next to the list, and further arguments, of queries and keys that are sharded.
-SHARDED = {
-    "of queries": (dict(heads=K), lambda x: x & Causal(10), Ring, {}),
-    "of blocks and a bias": (dict(block_q=4, block_k=5), lambda x: x | SlidingWindow(2, 0), Ulysses, {}),
-    "in a tree": (dict(heads=H), lambda x: x & Tree([-1, 0, 0, 1, 2], 4), Ring, {}),
-    "at positions": (dict(), lambda x: x & Causal(8), Ring, dict(kv_positions=POSITIONS)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_lists_of_tokens_that_are_sharded(name):
-    """With whole arrays. Nine queries are not equal pieces for two devices."""
-    given, combined, kind, options = SHARDED[name]
-    mask, dense = listed(**given)
-    if options:
-        dense = DenseMask(dense.array[..., POSITIONS])
-    score = dict(score=ALiBi.geometric(H), **options)
-    combined, both = (lambda x, f=combined: f(x) & KeyPadding(jnp.array([20, 24]))), []
-    for one, strategy in ((dense, Dense()), (mask, kind(axis_name="sp", mesh=MESH))):
-        both.append(results(combined(one), strategy, **score))
-    assert_close(both[1], both[0])
-
-
-def test_lists_next_to_trees_of_two_batch_axes_over_devices():
-    """With whole arrays, and with pieces in a `jax.shard_map` of one's own."""
-    rng, lead, n = np.random.default_rng(0), (2, 3), 12
-    draw = lambda heads: jnp.asarray(rng.normal(size=(*lead, n, heads, D)), jnp.float32)
-    arrays, listed = (draw(H), draw(K), draw(K)), rng.integers(-1, n, (*lead, K, n, 5))
-    parents = np.array(
-        [[np.r_[-1, rng.integers(-1, np.arange(1, 8))] for _ in "abc"] for _ in "ab"]
-    )
-    beside = lambda parents: Tree(parents, n - 8) & SlidingWindow(3, 0)
-    seen = (listed[..., None] == np.arange(n)).any(-2).repeat(H // K, 2)
-    dense = jnp.asarray(seen) & beside(parents).as_array(n, n, batch_shape=lead)
-    given = *arrays, jnp.asarray(listed), jnp.asarray(parents, jnp.int32)
-
-    def call(strategy):
-        def run(q, k, v, listed, parents):
-            mask = Selected(listed) & beside(parents)
-            return attention(q, k, v, strategy, mask=mask).attention_outputs
-
-        return run
-
-    rows, lists = P(None, None, "sp"), P(None, None, None, "sp")
-    pieces = jax.shard_map(
-        call(Ring(axis_name="sp")),
-        mesh=MESH,
-        in_specs=(rows, rows, rows, lists, P()),
-        out_specs=rows,
-    )
-    want = attention(*arrays, Dense(), mask=DenseMask(dense)).attention_outputs
-    assert float(abs(want).sum()) > 0
-    for fn in (call(Ring(mesh=MESH, axis_name="sp")), pieces):
-        assert_close(jax.jit(fn)(*given), want)
 
 
 def test_blocks_of_each_query_cost_no_more_than_all_keys():
