@@ -8,6 +8,7 @@ Floats that are stored as the integers with the same bits.
 """
 
 import abc
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -340,14 +341,9 @@ class Pages(AbstractStored):
     devices: int = eqx.field(static=True, default=1)
     in_sums: bool = eqx.field(static=True, default=False)
 
-    def _with(self, content: Any, table: Any = None) -> "Pages":
-        """Pages that differ in their content or in their table."""
-        table = self._table if table is None else table
-        return Pages(content, table, self.devices, self.in_sums)
-
     def rows(self, rows: Int[Array, " n"]) -> "Pages":
         """Returns the same pages with the rows at these indices."""
-        return self._with(self.content, self._table[rows])
+        return dataclasses.replace(self, _table=self._table[rows])
 
     def share(self, index: Int[Array, ""]) -> "Pages":
         """The parts of the rows that lie in the pages of a device, where `content` is these."""
@@ -375,7 +371,7 @@ class Pages(AbstractStored):
 
     def in_shares(self, n: int) -> AbstractStored:
         stored = self.stored.in_shares(n)
-        return self if isinstance(stored, Stored) else self._with(stored)
+        return self if isinstance(stored, Stored) else dataclasses.replace(self, content=stored)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -398,7 +394,7 @@ class Pages(AbstractStored):
     @property
     def c_kv(self) -> Any:
         c_kv = self.stored.c_kv
-        return None if c_kv is None else self._with(c_kv)
+        return None if c_kv is None else dataclasses.replace(self, content=c_kv)
 
     def decode(self, *arrays: Shaped[Array, "..."]) -> Float[Array, "..."]:
         made = self.stored.decode(*arrays)

@@ -1,5 +1,6 @@
 """`LatentKVCache`, whose values are the first features of its keys."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ class LatentKVCache(AbstractCache):
     def key(self) -> AbstractStored:
         latent, rest = self.cache.value, self.cache.key
         if isinstance(latent, Pages):
-            return latent._with(LatentKV(latent.content, rest.content))
+            return dataclasses.replace(latent, content=LatentKV(latent.content, rest.content))
         if isinstance(latent, StackLayer):
             return StackLayer(LatentKV(latent.stack, rest.stack), latent.index)
         return LatentKV(latent, rest)

@@ -78,24 +78,16 @@ def _known(name: str, given: Any, *arrays: Any) -> list[np.ndarray]:
     return [np.array(x) for x in arrays]
 
 
-def reserved(
-    table: Any, length: Any, counts: Any, page_size: int, pages: int, devices: int
-) -> tuple[np.ndarray, Any]:
-    """A table with pages for `counts` more tokens of each row, none of which others will write to.
-
-    **Arguments:**
-
-    - `length`: how many tokens each row has, `[b]`, or it has in each layer, `[layers, b]`.
-    - `pages`, `page_size`: how many pages the pool has, and how many tokens a page has.
-    - `devices`: the number of equal runs of pages. Part `j` of a row gets a page of the run
-        `j % devices`.
-
-    **Returns:** the table, and the pages to copy: None, or the old and the new ones, int32
-    `[2, n]`. Where these are `pages`, there is nothing to copy.
+def _reserved(pool: "AbstractPagePool", counts: Any) -> tuple[np.ndarray, Any]:
+    """A table with pages for `counts` more tokens of each row, none of which others will write to,
+    and the pages to copy: None, or the old and the new ones, int32 `[2, n]`. Where these are the
+    number of all pages, there is nothing to copy. Part `j` of a row gets a page of the share
+    `j % devices` of the pages.
 
     **Raises:** `ValueError` as `PagedKVCache.reserve` does.
     """
-    table, length = _known("reserve", counts, table, length)
+    table, length = _known("reserve", counts, pool.table, pool.length)
+    pages, page_size, devices = as_stored(pool.key_pages).shape[0], pool.page_size, pool.devices
     first, length = (length, length) if length.ndim == 1 else (length.min(0), length.max(0))
     counts = np.asarray(as_int32(counts, "counts"))
     if counts.shape not in ((), length.shape) or (counts < 0).any():
@@ -139,41 +131,6 @@ def reserved(
     copies = np.full((2, max(len(length), kept.sum())), pages, np.int32)
     copies[:, : kept.sum()] = old[kept], table[kept]
     return table, copies
-
-
-def shared(
-    table: Any, length: Any, rows: Any, from_row: int, tokens: int, page_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """A table in which `rows` begin with the first `tokens` of another row, and these rows.
-
-    **Raises:** `ValueError` as `PagedKVCache.share` does.
-    """
-    table, length = _known("share", rows, table, length)
-    rows = np.atleast_1d(np.asarray(as_int32(rows_as_array(rows), "rows")))
-    from_row, tokens = as_size(from_row, "from_row"), as_size(tokens, "tokens", 1)
-    named = [*rows.tolist(), from_row]
-    if rows.ndim != 1 or min(named) < 0 or max(named) >= len(length):
-        raise ValueError(
-            f"rows and from_row must be among the {len(length)} rows, from 0 on, got "
-            f"{rows.tolist()} and {from_row}."
-        )
-    if len(set(named)) < len(named):
-        raise ValueError(
-            f"A row is named twice, rows {rows.tolist()} and from_row {from_row}: name each once."
-        )
-    if (taken := rows[(length[rows] > 0) | (table[rows] != -1).any(1)]).size:
-        raise ValueError(
-            f"Rows {taken.tolist()} have tokens or pages of their own; release them first."
-        )
-    if tokens > length[from_row]:
-        raise ValueError(
-            f"Row {from_row} has {length[from_row]} tokens, not {tokens}: share fewer of them, or "
-            "append the prefix to it first."
-        )
-    parts = -(-tokens // page_size)
-    table[from_row, :parts] = -2 - pages_of(table[from_row, :parts])
-    table[rows, :parts] = table[from_row, :parts]
-    return table, rows
 
 
 @jax.jit
@@ -232,10 +189,8 @@ class AbstractPagePool(eqx.Module):
         **Raises:** `ValueError` if the pool has too few free pages, or a row would outgrow its
         capacity; no page is taken then.
         """
-        pages, donate = as_stored(self.key_pages).shape[0], as_flag(donate, "donate")
-        pool = self.page_size, pages, self.devices
-        table, copies = reserved(self.table, self.length, counts, *pool)
-        pools = self.key_pages, self.value_pages
+        donate, pools = as_flag(donate, "donate"), self._pools()
+        table, copies = _reserved(self, counts)
         if copies is not None:
             copy = copy_pages_donated if donate else copy_pages
             pools = copy(pools, *map(jnp.asarray, copies))
@@ -266,11 +221,35 @@ class AbstractPagePool(eqx.Module):
         **Raises:** `ValueError` if a row is absent, not empty or named twice, or if `from_row` has
         fewer tokens.
         """
-        least = self.length if self.length.ndim == 1 else self.length.min(0)
-        table, rows = shared(self.table, least, rows, from_row, tokens, self.page_size)
-        length = np.array(self.length)
-        length[..., rows] = tokens
-        return self._with(like(self.table, table), like(self.length, length))
+        table, lengths = _known("share", rows, self.table, self.length)
+        length = lengths if lengths.ndim == 1 else lengths.min(0)
+        rows = np.atleast_1d(np.asarray(as_int32(rows_as_array(rows), "rows")))
+        from_row, tokens = as_size(from_row, "from_row"), as_size(tokens, "tokens", 1)
+        named = [*rows.tolist(), from_row]
+        if rows.ndim != 1 or min(named) < 0 or max(named) >= len(length):
+            raise ValueError(
+                f"rows and from_row must be among the {len(length)} rows, from 0 on, got "
+                f"{rows.tolist()} and {from_row}."
+            )
+        if len(set(named)) < len(named):
+            raise ValueError(
+                f"A row is named twice, rows {rows.tolist()} and from_row {from_row}: name each "
+                "once."
+            )
+        if (taken := rows[(length[rows] > 0) | (table[rows] != -1).any(1)]).size:
+            raise ValueError(
+                f"Rows {taken.tolist()} have tokens or pages of their own; release them first."
+            )
+        if tokens > length[from_row]:
+            raise ValueError(
+                f"Row {from_row} has {length[from_row]} tokens, not {tokens}: share fewer of them, "
+                "or append the prefix to it first."
+            )
+        parts = -(-tokens // self.page_size)
+        table[from_row, :parts] = -2 - pages_of(table[from_row, :parts])
+        table[rows, :parts] = table[from_row, :parts]
+        lengths[..., rows] = tokens
+        return self._with(like(self.table, table), like(self.length, lengths))
 
     def release(self: _Pool, rows: Any) -> _Pool:
         """Returns the cache without the tokens and pages of some rows. `rows` is an array of their
@@ -283,11 +262,47 @@ class AbstractPagePool(eqx.Module):
             raise ValueError(f"A mask of rows must be {shape}, got {rows.shape}.")
         return self._with(*_released(self.table, self.length, rows))
 
+    def _pools(self) -> tuple[Any, Any]:
+        return self.key_pages, self.value_pages
+
+    def _write(self, cache: Any, key: Array, value: Array, counts: Any) -> tuple[Any, Any, Array]:
+        """The pages of keys and of values with new tokens, and the new lengths.
+
+        **Arguments:**
+
+        - `cache`: the cache that they are appended to: this one, or that of one of its layers. The
+            layer is an index of the scatter, as the axes of the pages stay what they are: see
+            `scatter`.
+        - `key`, `value`, `counts`: those that `appends` gives to `append`.
+        """
+        held, size, table = as_stored(self.key_pages).shape[0], self.page_size, self.table
+        rows, parts = table.shape
+        layer = () if cache is self else (cache.index,)
+        length = within_capacity(cache.length + counts, parts * size)
+        position = new_positions(cache, key.shape[1])
+        kept = position < length[:, None]
+        row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        part = jnp.minimum(position // size, parts - 1)
+        page = table[row, part] if parts else jnp.full_like(position, -1)
+        missing = (
+            "a row has no page for its new tokens, or not alone; call cache.reserve(counts) before "
+            "the step"
+        )
+        page = raise_if(page, kept & (page < 0), missing)
+        # Tokens that are not kept go to a page that is not in the pool, so nothing is written.
+        # Several may go to the same place there, hence `unique=False`.
+        page = jnp.where(kept, page, held)
+        keys, values = (
+            store(old, new, (page, *layer), position % size, unique=False)
+            for old, new in zip(self._pools(), (key, value))
+        )
+        return keys, values, length
+
     def _with(self: _Pool, table: Any, length: Any) -> _Pool:
         return eqx.tree_at(lambda c: (c.table, c.length), self, (table, length))
 
     def _key_specs(self, axis_name: str) -> dict[int, P]:
-        return {id(x): P(axis_name) for x in jax.tree.leaves((self.key_pages, self.value_pages))}
+        return {id(x): P(axis_name) for x in jax.tree.leaves(self._pools())}
 
 
 class PagedKVCache(AbstractPagePool, AbstractCache):
@@ -383,7 +398,7 @@ class PagedKVCache(AbstractPagePool, AbstractCache):
         value: Float[Array, "b t k v"],
         counts: Int[Array, " b"] | None = None,
     ) -> "PagedKVCache":
-        new = write_pages(self, self, key, value, counts)
+        new = self._write(self, key, value, counts)
         return eqx.tree_at(lambda c: (c.key_pages, c.value_pages, c.length), self, new)
 
 
@@ -426,14 +441,10 @@ class StackedPagedKVCache(AbstractPagePool, AbstractStack):
         sizes = batch, capacity, pages, page_size, kv_heads, head_dim, value_dim
         kind = dtype, stored, head_shares, bits, devices
         one = jax.eval_shape(lambda: PagedKVCache.empty(*sizes, *kind))
-        pools = one.key_pages, one.value_pages
         zeros = lambda x: jnp.zeros((x.shape[0], layers, *x.shape[1:]), x.dtype)
         table = jnp.full(one.table.shape, -1, jnp.int32)
         length = jnp.zeros((layers, batch), jnp.int32)
-        return cls(*jax.tree.map(zeros, pools), table, length, devices)
-
-    def _pools(self) -> tuple[Any, Any]:
-        return self.key_pages, self.value_pages
+        return cls(*jax.tree.map(zeros, one._pools()), table, length, devices)
 
     def _read(self, pool: Any, index: Array) -> Pages:
         # The pages of all layers lie one after the other.
@@ -442,55 +453,8 @@ class StackedPagedKVCache(AbstractPagePool, AbstractStack):
         table = jnp.where(table < 0, -1, table * self.length.shape[0] + index)
         return Pages(jax.tree.map(merged, pool), table, self.devices)
 
-    def _write(
-        self, layer: LayerCache, key: Array, value: Array, counts: Any
-    ) -> tuple[Any, Any, Array]:
-        return write_pages(layer, self, key, value, counts, (layer.index,))
-
     def _reorder(self, layer: LayerCache, rows: Any) -> tuple[Any, Any, Array]:
         raise ValueError(
             "The layers of a StackedPagedKVCache share one table of pages, so that one of them "
             "cannot be reordered alone; call reorder of the stack."
         )
-
-
-def write_pages(
-    cache: AbstractCache,
-    pool: AbstractPagePool,
-    key: Array,
-    value: Array,
-    counts: Any,
-    layer: tuple[Array, ...] = (),
-) -> tuple[Any, Any, Array]:
-    """Writes new tokens into the pages of keys and of values.
-
-    **Arguments:**
-
-    - `cache`: the cache that they are appended to, which is the `pool` or a layer of it.
-    - `key`, `value`, `counts`: those that `appends` gives to `append`.
-    - `layer`: the index of the layer, where pages have all of them. It is an index of the scatter,
-        as the axes of the pages stay what they are: see `scatter`.
-
-    **Returns:** the pages of keys and of values, and the new lengths.
-    """
-    held, size, table = as_stored(pool.key_pages).shape[0], pool.page_size, pool.table
-    rows, parts = table.shape
-    length = within_capacity(cache.length + counts, parts * size)
-    position = new_positions(cache, key.shape[1])
-    kept = position < length[:, None]
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    part = jnp.minimum(position // size, parts - 1)
-    page = table[row, part] if parts else jnp.full_like(position, -1)
-    missing = (
-        "a row has no page for its new tokens, or not alone; call cache.reserve(counts) before the "
-        "step"
-    )
-    page = raise_if(page, kept & (page < 0), missing)
-    # Tokens that are not kept go to a page that is not in the pool, so nothing is written. Several
-    # may go to the same place there, hence `unique=False`.
-    page = jnp.where(kept, page, held)
-    keys, values = (
-        store(old, new, (page, *layer), position % size, unique=False)
-        for old, new in ((pool.key_pages, key), (pool.value_pages, value))
-    )
-    return keys, values, length

@@ -248,8 +248,9 @@ def entries() -> dict[str, Entry]:
         known = dict(metadata=META, precision=None, fused_backward=True, axis_name=None, mesh=None)
         parameters = inspect.signature(strategy).parameters
         found[name] = Entry(strategy, {n: x for n, x in known.items() if n in parameters})
-    for kind in ("KVCache", "RingBufferCache", "QuantizedKVCache"):
+    for kind in ("RingBufferCache", "QuantizedKVCache"):
         found[f"{kind}.empty"] = Entry(getattr(cache, kind).empty, SIZES)
+    found["KVCache.empty"] = Entry(cache.KVCache.empty, dict(stored=None, head_shares=1) | SIZES)
     found["PagedKVCache.empty"] = Entry(
         cache.PagedKVCache.empty, dict(pages=4, page_size=4, stored=None, head_shares=1) | SIZES
     )

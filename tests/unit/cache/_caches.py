@@ -25,7 +25,7 @@ MAKE = {
         B, CAPACITY, K, D, V, dtype, sinks=3
     ),
     "paged": lambda dtype: paged(dtype=dtype),
-    "int8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype),
+    "int8": lambda dtype: KVCache.empty(B, CAPACITY, K, D, V, dtype, stored=jnp.int8),
     "paged int8": lambda dtype: paged(jnp.int8, dtype),
     "float8": lambda dtype: QuantizedKVCache.empty(B, CAPACITY, K, D, V, dtype, jnp.float8_e4m3fn),
     "bits": lambda dtype: KVCache.empty(B, CAPACITY, K, D, V, dtype, bits=True),

@@ -344,6 +344,7 @@ ERRORS = {
     "pages of other rows": (lambda c, k, v: NO_PAGES.reserve([1, 2, 3]), ValueError, r"integers \(2,\)"),
     "page size": (lambda c, k, v: PagedKVCache.empty(2, 8, 20, 0, K, D), ValueError, "page_size=0 tokens and pages=20 must be"),
     "shares": (lambda c, k, v: QuantizedKVCache.empty(2, 8, K, D, head_shares=0), ValueError, "must divide 2 heads, got 0 devices"),
+    "bits of eight bits": (lambda c, k, v: KVCache.empty(2, 8, K, D, bits=True, stored=jnp.int8), ValueError, "bits=True keeps .* stored=int8 quantizes them: give one"),
 }  # fmt: skip
 
 
