@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 @pytest.mark.parametrize("name, platform", automatic.READ)
 @pytest.mark.parametrize("tokens", [1, automatic.T])
 def test_reading_moves_nothing_between_devices(tokens, name, platform):
-    automatic.test_reading_moves_nothing_between_devices(tokens, name, platform)
+    automatic.test_reading_moves_nothing_between_devices(name, platform, tokens)
 
 
 def test_pages_of_eight_bits_of_layers_stay_sharded_over_heads():

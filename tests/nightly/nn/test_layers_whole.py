@@ -4,6 +4,8 @@ import pytest
 import test_heads_over_devices as devices
 import test_latent_adapters as adapters
 import test_latent_attention as latent
+import test_layer_cache as caches
+import test_layer_ring_sinks as sinks
 import test_layer_sections as sections
 import test_layouts as layouts
 import test_multihead as multihead
@@ -75,3 +77,49 @@ def test_gradients_of_an_adapter(x64):
 
 def test_both_forms_of_latents_are_what_is_published(x64):
     latent.test_both_forms_are_what_is_published(None, x64)
+
+
+def test_decoding_latents_of_eight_bits_is_the_whole():
+    latent.test_decoding_is_the_whole("int8")
+
+
+def test_a_prompt_and_then_token_by_token(x64):
+    caches.test_a_prompt_and_then_token_by_token("dense", x64)
+
+
+def test_decoding_with_sinks_token_by_token(x64):
+    sinks.test_decoding(None, 1, x64)
+
+
+@pytest.mark.parametrize("name, formula", [("rms", multihead.rms), ("layer", multihead.layer_norm)])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_qk_norm(name, formula, kv_heads):
+    multihead.test_qk_norm(name, formula, kv_heads)
+
+
+def test_as_many_heads_of_keys_as_of_queries():
+    multihead.test_num_kv_heads(4)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "dense"])
+def test_strategies_agree(name):
+    multihead.test_strategies_agree(name)
+
+
+def test_integers_as_masks():
+    multihead.test_numbers_as_masks("int32")
+
+
+@pytest.mark.parametrize("kind", sections.KINDS)
+@pytest.mark.parametrize("test", [sections.test_gradients, sections.test_latents])
+def test_kinds_of_sections(test, kind, x64):
+    test(kind, x64)
+
+
+@pytest.mark.parametrize("name", sections.CACHES)
+def test_a_cache_counts_tokens_and_the_caller_gives_coordinates(name, x64):
+    sections.test_a_cache_counts_tokens_and_the_caller_gives_coordinates(name, x64)
+
+
+def test_over_devices_coordinates_lie_as_the_tokens_do(x64):
+    sections.test_over_devices_coordinates_lie_as_the_tokens_do(False, x64)

@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import eqattn.nn as nn
@@ -116,32 +115,6 @@ def test_what_was_changed_after_construction_is_kept():
     ours = nn.from_equinox(theirs)
     assert (ours.dropout.p, bool(ours.dropout.inference)) == (0.5, True)
     np.testing.assert_allclose(ours(X, X, X), theirs(X, X, X), atol=4e-6)
-
-
-def test_optimiser_states_go_on():
-    """The moments hold layers too, whose dropout settings a filter has taken away."""
-    model = Model(KEY)
-    adam = optax.adam(1e-2)
-
-    def trained(model, state, steps):
-        @eqx.filter_jit
-        def step(model, state):
-            loss = lambda model: (model(X, inference=True) ** 2).sum()
-            with jax.numpy_dtype_promotion("standard"):
-                updates, state = adam.update(eqx.filter_grad(loss)(model), state)
-            return eqx.apply_updates(model, updates), state
-
-        for _ in range(steps):
-            model, state = step(model, state)
-        return model, state
-
-    halfway = trained(model, adam.init(eqx.filter(model, eqx.is_array)), 3)
-    stayed, _ = trained(*halfway, 3)
-    moved, _ = trained(*map(nn.from_equinox, halfway), 3)
-    for a, b in zip(
-        *[jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (stayed, moved)], strict=True
-    ):
-        np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 def test_a_strategy_is_swapped_in_every_layer():

@@ -84,7 +84,7 @@ def step(layer, cache, x, counts=None):
     return layer(x, mask="causal", cache=cache, counts=counts)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["ring buffer", "paged", "int8"])
 def test_a_prompt_and_then_token_by_token(name, x64):
     layer, x = make(), normal(0, T, SIZE, dtype=jnp.float64)
     cache, outs = KINDS[name](dtype=jnp.float64), []

@@ -146,7 +146,7 @@ def inputs():
 
 
 FEATURES = ["causal", "window", "alibi", "segments", "given"]
-FEW = [("zigzag", "alibi"), ("zigzag", "given"), ("zigzag with heads", "window")]
+FEW = [("zigzag", "given"), ("zigzag with heads", "window")]
 
 
 @pytest.mark.parametrize("place, feature", FEW)
@@ -165,7 +165,7 @@ def test_whole_arrays(place, feature):
     agree((back(out), back(dx), slopes), want)
 
 
-@pytest.mark.parametrize("place", ["zigzag", "ulysses"])
+@pytest.mark.parametrize("place", ["zigzag"])
 def test_in_a_shard_map(place):
     """Where a device sees its own tokens only, which are not the first ones."""
     sizes, strategy, n = PLACES[place]

@@ -170,7 +170,7 @@ def test_rotary_as_in_the_docs_of_equinox():
     close(nn.MultiheadAttention(HEADS, SIZE, rotary=nn.Rotary(), key=KEY)(*inputs), want)
 
 
-@pytest.mark.parametrize("number", ["int32", "float32", "uint8"])
+@pytest.mark.parametrize("number", ["float32", "uint8"])
 def test_numbers_as_masks(number):
     """Equinox hides where a number is 0, as in `jnp.tril(jnp.ones((t, t)))`."""
     theirs, ours, _ = pair("default")
@@ -466,7 +466,7 @@ def make(**kwargs):
     return nn.MultiheadAttention(HEADS, SIZE, key=KEY, **kwargs)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2])
 def test_num_kv_heads(kv_heads):
     layer = make(num_kv_heads=kv_heads, **ALL_SIZES)
     assert layer.key_proj.weight.shape == (kv_heads * 5, 10)
@@ -484,9 +484,7 @@ MASKS = {
 WINDOWS = None, 2, (3, 0), (None, 1)
 
 
-@pytest.mark.parametrize(
-    "name, window", [(x, WINDOWS[(2 * i + j) % 4]) for i, x in enumerate(MASKS) for j in (0, 1)]
-)
+@pytest.mark.parametrize("name, window", [(x, WINDOWS[i % 4]) for i, x in enumerate(MASKS)])
 def test_masks_and_windows(name, window):
     mask, visible = MASKS[name]
     left, right = (
@@ -546,8 +544,7 @@ def layer_norm(x, weight):
     return rms(x, weight)
 
 
-@pytest.mark.parametrize("name, formula", [("rms", rms), ("layer", layer_norm)])
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("name, formula, kv_heads", [("rms", rms, 2), ("layer", layer_norm, 4)])
 def test_qk_norm(name, formula, kv_heads):
     layer = make(qk_norm=name, num_kv_heads=kv_heads, **ALL_SIZES)
     scales = normal(8, 5) + 2, normal(9, 5) - 2
@@ -682,7 +679,7 @@ def test_order_of_norm_rotary_and_process_heads():
     np.testing.assert_allclose(seen["q"], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "dense", "small blocks"])
+@pytest.mark.parametrize("name", ["small blocks"])
 def test_strategies_agree(name):
     kinds = {
         "blockwise": Blockwise(AttentionMetadata()),

@@ -37,8 +37,7 @@ def error(got, want):
     return np.abs(np.asarray(got, np.float64) - want).max()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dim", [None, 8, 2, 0])
+@pytest.mark.parametrize("dim, interleaved", [(None, False), (8, True), (2, False), (0, True)])
 def test_formula(dim, interleaved):
     x, positions = normal(0, 3, 5, 2, 12), jnp.array([3, 0, -2, 100, 17])
     got = nn.rotary(x, positions, 1e4, dim=dim, interleaved=interleaved)
