@@ -65,7 +65,6 @@ assert_type(ring_attention_(query, key_, value), Array)
 assert_type(PartitionAxis(), PartitionAxis)
 assert_type(eqattn.strategies.ring_plan(64, 4), RingPlan)
 assert_type(eqattn.masks.packed_segments([0, 3], 3), eqattn.masks.PackedSegments)
-eqattn.save  # type: ignore
 packed_segments([0, 3, 8], 8)
 dot_product_attention(query, key_, value, implementation="fast")  # type: ignore
 
