@@ -15,9 +15,9 @@ from . import __version__
 from ._calls.attention import attention
 from ._config.metadata import AttentionMetadata
 from ._config.platform import Backend, OTHER_KERNELS, Platform
-from ._problem.block_classes import choose_live_blocking, table_of
-from ._problem.blocking import Blocking
+from ._problem.block_classes import choose_live_tiling, table_of
 from ._problem.problem import as_mask, Problem
+from ._problem.tiling import Tiling
 from ._ring.choice import sharding_plan, ShardingPlan
 from ._ring.layout import Contiguous, Zigzag
 from ._ring.plan import ring_plan, RingPlan
@@ -139,7 +139,7 @@ def mebibytes(n: int) -> str:
 
 def blocks_of(
     strategy: AbstractOnDevice, query: Any, key: Any, value: Any, mask: Any
-) -> tuple[Blocking, Any]:
+) -> tuple[Tiling, Any]:
     """The blocking that `strategy` chooses for arrays of these shapes, and the class of every
     block, or None if all are full. Attention is traced and not computed.
     """
@@ -148,14 +148,14 @@ def blocks_of(
     def look(query, key, value):
         spec = Problem.from_call(query, key, value, strategy.metadata, mask=as_mask(mask))
         sizes, lowering = strategy.block_sizes(), strategy.lowering(spec)
-        blocking = choose_live_blocking(
+        tiling = choose_live_tiling(
             spec,
             *sizes,
             in_place=strategy.in_place(spec, lowering),
             lowering=lowering,
             fixed=strategy.fixed,
         )
-        found.append((blocking, table_of(spec, blocking)))
+        found.append((tiling, table_of(spec, tiling)))
 
     jax.eval_shape(look, query, key, value)
     return found[0]
@@ -178,15 +178,15 @@ class Cost:
     backward: float
 
     @classmethod
-    def of(cls, blocking: Blocking, table: Any, dim: int, value_dim: int) -> "Cost":
-        rows, columns = blocking.rows, blocking.columns
+    def of(cls, tiling: Tiling, table: Any, dim: int, value_dim: int) -> "Cost":
+        rows, columns = tiling.rows, tiling.columns
         if table is None:
             table = np.full((1, 1, rows, columns), FULL, np.int8)
-        heads = blocking.batch * blocking.kv_heads
+        heads = tiling.batch * tiling.kv_heads
         shared = heads // (table.shape[0] * table.shape[1])
         empty, full = (int((table == c).sum()) * shared for c in (EMPTY, FULL))
         partial = table.size * shared - empty - full
-        pairs = (partial + full) * blocking.block_q * blocking.block_k * blocking.group
+        pairs = (partial + full) * tiling.block_q * tiling.block_k * tiling.group
         backward = 2.0 * pairs * (3 * dim + 2 * value_dim)
         return cls(empty, partial, full, 2.0 * pairs * (dim + value_dim), backward)
 
@@ -280,15 +280,15 @@ class Spec:
         return "Pallas kernel" if kernel.ok and tried else "XLA"
 
     def cost(self, strategy: AbstractOnDevice) -> list[tuple[str, str]]:
-        blocking, table = blocks_of(strategy, self.query, self.key, self.value, self.args.mask)
-        cost = Cost.of(blocking, table, self.dim, self.value_dim)
+        tiling, table = blocks_of(strategy, self.query, self.key, self.value, self.args.mask)
+        cost = Cost.of(tiling, table, self.dim, self.value_dim)
         visited = cost.partial + cost.full
         total = visited + cost.empty
         share = visited / max(total, 1)
-        each = "of all heads" if blocking.in_place else "per key head"
+        each = "of all heads" if tiling.in_place else "per key head"
         return [
-            ("blocks", f"{blocking.block_q} queries x {blocking.block_k} keys"),
-            ("grid", f"{blocking.rows} x {blocking.columns} blocks {each}"),
+            ("blocks", f"{tiling.block_q} queries x {tiling.block_k} keys"),
+            ("grid", f"{tiling.rows} x {tiling.columns} blocks {each}"),
             (
                 "visited",
                 f"{visited} of {total} blocks ({share:.1%}): {cost.partial} partial, "

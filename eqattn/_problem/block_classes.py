@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, HEAD, PARTIAL, Parts, ROW
+from .._sweep.grid import BATCH, COL, DIAGONAL, EMPTY, FULL, HEAD, PARTIAL, Parts, ROW
 from .._sweep.lowering import XLA
 from ..masks._base import AbstractMask
-from .blocking import Blocking, BlockOperand, choose_blocking
 from .problem import Problem
+from .tiling import BlockOperand, choose_tiling, Tiling
 
 
 def classes_of(
     mask: AbstractMask,
-    blocking: Blocking,
+    tiling: Tiling,
     batch_shape: tuple[int, ...],
     q: Any,
     k: Any,
@@ -29,32 +29,32 @@ def classes_of(
     **Arguments:**
 
     - `mask`: the mask.
-    - `blocking`: the sizes of the blocks.
+    - `tiling`: the sizes of the blocks.
     - `batch_shape`: the batch axes that the mask's operands may have.
     - `q`, `k`: the positions of the query and key tokens, `[B|1, T]` and `[B|1, S]`.
     - `indices`: the indices of the batch elements and of the heads; None means `0, 1, ...`.
 
     **Returns:** int8 `[B|1, K|1, rows, columns]`, a NumPy array where all is known at trace time.
     Where the blocking has a `corner`, the keys of partial blocks are also cut into halves. If each
-    head has its own keys, their queries are cut so too. A block is a `CORNER` if none of the first
-    queries sees any of the later keys.
+    head has its own keys, their queries are cut so too. A block is a `DIAGONAL` if none of the
+    first queries sees any of the later keys.
     """
-    of_blocks = _classifier(mask, blocking, batch_shape, q, k, indices)
-    table = of_blocks(block_q=blocking.block_q, block_k=blocking.block_k)
-    if not blocking.corner:
+    of_blocks = _classifier(mask, tiling, batch_shape, q, k, indices)
+    table = of_blocks(block_q=tiling.block_q, block_k=tiling.block_k)
+    if not tiling.corner:
         return table
-    parts = 2 if blocking.group == 1 else 1
-    fine = of_blocks(block_q=blocking.block_q // parts, block_k=blocking.block_k // 2)
+    parts = 2 if tiling.group == 1 else 1
+    fine = of_blocks(block_q=tiling.block_q // parts, block_k=tiling.block_k // 2)
     skipped = fine[:, :, ::parts, 1::2] == EMPTY
     xp = np if isinstance(table, np.ndarray) else jnp
     if skipped.shape[-1] < table.shape[-1]:  # The last block has no later half.
         skipped = xp.pad(skipped, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
-    return xp.where((table == PARTIAL) & skipped, np.int8(CORNER), table)
+    return xp.where((table == PARTIAL) & skipped, np.int8(DIAGONAL), table)
 
 
 def _classifier(
     mask: AbstractMask,
-    blocking: Blocking,
+    tiling: Tiling,
     batch_shape: tuple[int, ...],
     q: Any,
     k: Any,
@@ -68,8 +68,8 @@ def _classifier(
         classify,
         mask,
         batch_shape=batch_shape,
-        heads=blocking.kv_heads * blocking.group,
-        kv_heads=blocking.kv_heads,
+        heads=tiling.kv_heads * tiling.group,
+        kv_heads=tiling.kv_heads,
         q_positions=q,
         kv_positions=k,
         indices=indices,
@@ -86,7 +86,7 @@ these are 262,144 tokens, which take less than half a second.
 """
 
 
-def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray, hides_rows: bool) -> Parts:
+def subtile_classes(problem: Problem, tiling: Tiling, table: np.ndarray, hides_rows: bool) -> Parts:
     """Finds the parts of 256 keys and 256 queries that are empty, or full, in all masked blocks of
     a class.
 
@@ -101,10 +101,10 @@ def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray, hides_r
     **Returns:** each class of masked blocks and its parts, by rows and then by keys. It is empty if
     all parts have a mask.
     """
-    sides = blocking.block_q, blocking.block_k
-    if not blocking.corner or problem.mask is None or sides[1] < 2 * STEP:
+    sides = tiling.block_q, tiling.block_k
+    if not tiling.corner or problem.mask is None or sides[1] < 2 * STEP:
         return ()
-    if blocking.fixed:  # They depend on all blocks of a class, and so would the bits of a row.
+    if tiling.fixed:  # They depend on all blocks of a class, and so would the bits of a row.
         return ()
     # A row without a live block is visited once, as if its first block were a masked one.
     if any(n % STEP for n in sides) or (table == EMPTY).all(-1).any():
@@ -112,43 +112,41 @@ def known_parts(problem: Problem, blocking: Blocking, table: np.ndarray, hides_r
     if sides[0] > sides[1]:  # Nobody has compared the steps of such blocks.
         return ()
     counts = tuple(n // STEP for n in sides)
-    if blocking.rows * blocking.columns * math.prod(counts) > _FINE:
+    if tiling.rows * tiling.columns * math.prod(counts) > _FINE:
         return ()
     given = problem.b_indices, problem.h_indices
-    of_blocks = _classifier(
-        problem.mask, blocking, problem.batch_shape, *problem.positions(), given
-    )
+    of_blocks = _classifier(problem.mask, tiling, problem.batch_shape, *problem.positions(), given)
     fine = of_blocks(block_q=STEP, block_k=STEP)
     if not isinstance(fine, np.ndarray):
         return ()
-    if blocking.keys % STEP:  # A padded key is hidden, but its position may not be.
+    if tiling.keys % STEP:  # A padded key is hidden, but its position may not be.
         last = np.arange(fine.shape[-1]) == fine.shape[-1] - 1
         fine = np.where(last, np.minimum(fine, np.int8(PARTIAL)), fine)
-    if hides_rows and blocking.queries % STEP:
+    if hides_rows and tiling.queries % STEP:
         last = np.arange(fine.shape[-2]) == fine.shape[-2] - 1
         fine = np.where(last[:, None], np.minimum(fine, np.int8(PARTIAL)), fine)
-    sizes = blocking.rows * counts[0], blocking.columns * counts[1]
+    sizes = tiling.rows * counts[0], tiling.columns * counts[1]
     pads = [(0, 0), (0, 0), *((0, n - m) for n, m in zip(sizes, fine.shape[2:]))]
     # What pads the last queries may see anything, unless it is masked. No query sees keys that pad.
     padded = np.pad(fine, pads[:3] + [(0, 0)], constant_values=-1)
     padded = np.pad(padded, [(0, 0)] * 3 + pads[3:], constant_values=EMPTY)
-    parts = padded.reshape(*fine.shape[:2], blocking.rows, counts[0], blocking.columns, counts[1])
+    parts = padded.reshape(*fine.shape[:2], tiling.rows, counts[0], tiling.columns, counts[1])
     parts = np.moveaxis(parts, 4, 3)
     lead = np.broadcast_shapes(parts.shape[:4], table.shape)
     parts = np.broadcast_to(parts, (*lead, *counts))
     found = []
-    for kind in (PARTIAL, CORNER):
+    for kind in (PARTIAL, DIAGONAL):
         each = parts[np.broadcast_to(table, lead) == kind]
         empty = ((each == EMPTY) | (each == -1)).all(0)
         full = ((each == FULL) | (not hides_rows and each == -1)).all(0)
         known = np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
         if len(each):
             # The queries of a block's heads are one after the other.
-            found.append((kind, tuple(map(tuple, known.tolist())) * blocking.group))
+            found.append((kind, tuple(map(tuple, known.tolist())) * tiling.group))
     return tuple(found) if any(n != PARTIAL for _, x in found for row in x for n in row) else ()
 
 
-def table_of(problem: Problem, blocking: Blocking, live: Any = None):
+def table_of(problem: Problem, tiling: Tiling, live: Any = None):
     """The class of each block `[B|1, K|1, rows, columns]`, or None if all are full. A block is
     empty where `live` is False at all entries of its last two axes, and partial where it is False
     at some.
@@ -157,11 +155,11 @@ def table_of(problem: Problem, blocking: Blocking, live: Any = None):
     if problem.mask is not None:
         given = problem.b_indices, problem.h_indices
         at = *problem.positions(), given
-        table = classes_of(problem.mask, blocking, problem.batch_shape, *at)
-    if blocking.keys % blocking.block_k:  # The keys that pad the last block must be masked.
+        table = classes_of(problem.mask, tiling, problem.batch_shape, *at)
+    if tiling.keys % tiling.block_k:  # The keys that pad the last block must be masked.
         if table is None:
-            table = np.full((1, 1, blocking.rows, blocking.columns), FULL, np.int8)
-        last = np.arange(blocking.columns) == blocking.columns - 1
+            table = np.full((1, 1, tiling.rows, tiling.columns), FULL, np.int8)
+        last = np.arange(tiling.columns) == tiling.columns - 1
         last = last.reshape(1, 1, 1, -1)
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(last & (table == FULL), np.int8(PARTIAL), table)
@@ -185,17 +183,17 @@ the sides takes 0.93 of the time of four; see `forward, T=32768` in `tpu-report 
 """
 
 
-def choose_live_blocking(
+def choose_live_tiling(
     problem: Problem, block_q: int | None, block_k: int | None, **how: Any
-) -> Blocking:
+) -> Tiling:
     """Chooses the blocking of a problem on one device, by what its mask hides. Where the caller
-    gave no sizes, a mask without arrays may hide much of the blocks that `choose_blocking` chooses.
+    gave no sizes, a mask without arrays may hide much of the blocks that `choose_tiling` chooses.
     Then XLA code for a CPU gets halves or quarters of them. A window of 64 tokens is visited in
     blocks of 64 x 64. Where it hides little of larger ones, kernels may get these.
 
-    **Arguments:** those of `choose_blocking`.
+    **Arguments:** those of `choose_tiling`.
     """
-    chosen, lowering = choose_blocking(problem, block_q, block_k, **how), how.get("lowering", XLA)
+    chosen, lowering = choose_tiling(problem, block_q, block_k, **how), how.get("lowering", XLA)
     if block_q is not None or block_k is not None or chosen.in_place or chosen.fixed:
         return chosen
     if lowering is not XLA:
@@ -214,16 +212,16 @@ def choose_live_blocking(
     found = [chosen]
     while len(found) < 3 and min(found[-1].block) >= 128:
         queries, keys = (-(-n // 16) * 8 for n in (found[-1].block_q, found[-1].block_k))
-        found.append(choose_blocking(problem, queries, keys, **how))
+        found.append(choose_tiling(problem, queries, keys, **how))
     return min(found, key=ft.partial(_visited_pairs, problem))
 
 
-def _enlarged(problem: Problem, chosen: Blocking, **how: Any) -> Blocking:
+def _enlarged(problem: Problem, chosen: Tiling, **how: Any) -> Tiling:
     """The larger blocks of a kernel, or the chosen ones where these may be faster."""
     sizes = how["lowering"].larger_blocks(problem)
     if sizes is None or jax.tree.leaves((problem.mask, *_given_positions(problem))):
         return chosen
-    larger, problem = choose_blocking(problem, *sizes, **how), problem.at_places()
+    larger, problem = choose_tiling(problem, *sizes, **how), problem.at_places()
     tables = [table_of(problem, x) for x in (chosen, larger)]
     tables = [np.full((1, 1, 1, 1), FULL, np.int8) if x is None else x for x in tables]
     if not all(isinstance(x, np.ndarray) for x in tables):
@@ -236,8 +234,8 @@ def _enlarged(problem: Problem, chosen: Blocking, **how: Any) -> Blocking:
         return chosen
     if (tables[1] == FULL).all():
         return larger
-    kinds = {kind for kind, _ in known_parts(problem, larger, tables[1], False)}
-    return larger if kinds == {CORNER} else chosen
+    kinds = {kind for kind, _ in subtile_classes(problem, larger, tables[1], False)}
+    return larger if kinds == {DIAGONAL} else chosen
 
 
 FEW = 32
@@ -259,8 +257,8 @@ def sees_few_keys(problem: Problem) -> bool:
     if arrays or not 0 < 8 * rows <= s:
         return False
     problem = problem.at_places()
-    blocking = choose_blocking(problem, None, None, in_place=True)
-    table = table_of(problem, blocking)
+    tiling = choose_tiling(problem, None, None, in_place=True)
+    table = table_of(problem, tiling)
     return isinstance(table, np.ndarray) and rows * float(np.mean(table != EMPTY)) <= FEW
 
 
@@ -271,34 +269,34 @@ def _given_positions(problem: Problem) -> tuple[Any, ...]:
     return problem.q_positions, problem.kv_positions, problem.q_shift
 
 
-def _visited_pairs(problem: Problem, blocking: Blocking) -> float:
+def _visited_pairs(problem: Problem, tiling: Tiling) -> float:
     """What a visit of the live blocks takes, in pairs of a query and a key."""
-    live = float(np.mean(table_of(problem, blocking) != EMPTY)) * blocking.rows * blocking.columns
-    return live * (_VISIT + math.prod(blocking.block))
+    live = float(np.mean(table_of(problem, tiling) != EMPTY)) * tiling.rows * tiling.columns
+    return live * (_VISIT + math.prod(tiling.block))
 
 
-def plan_of(problem: Problem, blocking: Blocking, live: Any, padded: Sequence[BlockOperand] | None):
+def plan_of(problem: Problem, tiling: Tiling, live: Any, padded: Sequence[BlockOperand] | None):
     """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
     that can occur. The arguments are those of `table_of`, and
 
     - `padded`: the operands if rows that pad the last block are masked, else None. The block is
         then partial where its queries see all keys, unless these pad it.
     """
-    table, fixed = table_of(problem, blocking, live), blocking.fixed
-    if padded is not None and table is not None and not _pads_from_block(padded, blocking):
-        ends = np.arange(1, blocking.rows + 1) % (blocking.rows // blocking.parts) == 0
+    table, fixed = table_of(problem, tiling, live), tiling.fixed
+    if padded is not None and table is not None and not _pads_from_block(padded, tiling):
+        ends = np.arange(1, tiling.rows + 1) % (tiling.rows // tiling.parts) == 0
         xp = np if isinstance(table, np.ndarray) else jnp
         table = xp.where(ends[None, None, :, None] & (table == FULL), np.int8(PARTIAL), table)
     if table is None or fixed:
         placed = (None, None) if table is None else on_grid(as_partial(table))
         return *placed, (PARTIAL,) if fixed else (FULL,)
-    if blocking.rows * blocking.columns == 1 and live is None:
+    if tiling.rows * tiling.columns == 1 and live is None:
         return None, None, (PARTIAL,)
     classes = (PARTIAL, FULL)
     if isinstance(table, np.ndarray):
         present = set(np.unique(table))
         # A visit of several batch elements or heads at once masks where these differ.
-        if CORNER in present or table.min((0, 1)).tolist() != table.max((0, 1)).tolist():
+        if DIAGONAL in present or table.min((0, 1)).tolist() != table.max((0, 1)).tolist():
             present.add(PARTIAL)
         classes = tuple(c for c in classes if c in present) or (PARTIAL,)
         if len(present) == 1 and EMPTY not in present:
@@ -322,13 +320,13 @@ def on_grid(table: Any) -> tuple[Any, tuple[int, ...]]:
     return table.reshape(shape), tuple(axes)
 
 
-def _pads_from_block(operands: Sequence[BlockOperand], blocking: Blocking) -> bool:
+def _pads_from_block(operands: Sequence[BlockOperand], tiling: Tiling) -> bool:
     """Whether queries of the last block pad it in arrays of pairs, and nothing else varies by
     pairs. So where these see all keys, the block needs no mask.
     """
-    last = blocking.queries % blocking.block_q
+    last = tiling.queries % tiling.block_q
     plain = all(type(x) is BlockOperand for x in operands)
-    return plain and blocking.parts == 1 and 2 * last >= blocking.block_q
+    return plain and tiling.parts == 1 and 2 * last >= tiling.block_q
 
 
 def varies_by_pairs(operands: Sequence[BlockOperand]) -> bool:

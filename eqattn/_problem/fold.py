@@ -19,18 +19,18 @@ from .._sweep.grid import BATCH, COL, FULL, HEAD, KnownTable, ROW
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.top import NONE, top
 from ..masks._base import leaf_terms
-from .block_classes import known_parts
-from .blocking import Blocking, BlockOperand
+from .block_classes import subtile_classes
 from .lookups import looked_up, reads_differences, with_differences
 from .mesh import distinct
 from .operands import BlockOperands, WHOLE
 from .problem import is_unsure, Problem
 from .shards import HeadExchange
+from .tiling import BlockOperand, Tiling
 
 
 def fold_problem(
     problem: Problem,
-    blocking: Blocking,
+    tiling: Tiling,
     spread: HeadExchange | None = None,
     *,
     fused: bool,
@@ -44,25 +44,25 @@ def fold_problem(
 
     - `problem`: the problem. Its arrays are one device's own where the axes of the `spread` are
         manual. Otherwise they are those of all devices, and the axes are made manual for the fold.
-    - `blocking`: the grid and the sizes of its blocks.
+    - `tiling`: the grid and the sizes of its blocks.
     - `spread`: the devices whose keys are visited; None is this device alone.
     - `fused`: whether gradients take one visit of the blocks instead of two.
     - `lowering`: the code that visits the blocks.
     - `live`: which blocks are visible at most, by `live_blocks`; None if all are.
-    - `live_pairs`: as for `GridLayout`.
+    - `live_pairs`: as for `BlockGrid`.
 
     **Returns:** a Carry of `[B, T, H, V]`, `[B, T, H]` and `[B, T, H]`, without the sinks.
     """
-    if 0 in (*blocking.grid, blocking.queries):
-        return _empty(problem, blocking)
-    problem, known = _with_known_logsumexp(problem, blocking)
-    how = problem, blocking, spread, fused, lowering, live, live_pairs
+    if 0 in (*tiling.grid, tiling.queries):
+        return _empty(problem, tiling)
+    problem, known = _with_known_logsumexp(problem, tiling)
+    how = problem, tiling, spread, fused, lowering, live, live_pairs
     return Carry(*_visited(_folded, 3, known, *how))
 
 
 def attend_problem(
     problem: Problem,
-    blocking: Blocking,
+    tiling: Tiling,
     spread: HeadExchange | None = None,
     *,
     fused: bool,
@@ -80,8 +80,8 @@ def attend_problem(
     **Returns:** the output `[B, T, H, V]` and the logsumexp `[B, T, H]`, with the sinks.
     """
     sinks = problem.sinks
-    if 0 in (*blocking.grid, blocking.queries):
-        carry = _empty(problem, blocking)
+    if 0 in (*tiling.grid, tiling.queries):
+        carry = _empty(problem, tiling)
         carry = carry if sinks is None else carry.with_sinks(sinks[None, None])
         return carry.output().astype(dtype), carry.logsumexp()
     if lowering.holds_operands_apart:
@@ -91,40 +91,38 @@ def attend_problem(
     joined = []
     if sinks is not None:
         wide = joint_logit(sinks.astype(problem.accumulation_dtype))
-        joined = [_of_rows("sinks", wide.reshape(1, -1, 1, 1), blocking)]
+        joined = [_of_rows("sinks", wide.reshape(1, -1, 1, 1), tiling)]
     visit = ft.partial(_attended, dtype=dtype)
-    how = problem, blocking, spread, fused, lowering, live, live_pairs
+    how = problem, tiling, spread, fused, lowering, live, live_pairs
     out, lse = _visited(visit, 2, joined, *how)
     return out, lse
 
 
 def top_of_problem(
-    problem: Problem, blocking: Blocking, spread: HeadExchange | None = None, *, count: int
+    problem: Problem, tiling: Tiling, spread: HeadExchange | None = None, *, count: int
 ) -> tuple[Array, Array]:
     """The `count` greatest logits of each row of a problem and the positions of their keys, both
     `[B, T, H, count]`. The arguments are those of `fold_problem`.
     """
-    if 0 in (*blocking.grid, blocking.queries):
+    if 0 in (*tiling.grid, tiling.queries):
         t, _, heads, _ = problem.sizes
-        shape = (blocking.batch, t, heads, count)
+        shape = (tiling.batch, t, heads, count)
         empty = jnp.full(shape, -jnp.inf, problem.accumulation_dtype)
         return empty, jnp.full(shape, NONE, jnp.int32)
     ordered = problem.kv_positions is None and (spread is None or spread.ring is None)
     visit = ft.partial(_ranked, count=count, ordered=ordered)
-    given = visit, 2, [], problem, blocking, spread, True, XLA
+    given = visit, 2, [], problem, tiling, spread, True, XLA
     values, places = _visited(*given, places=True)
     return values, places
 
 
-def _of_rows(role: str, x: Array, blocking: Blocking) -> BlockOperand:
+def _of_rows(role: str, x: Array, tiling: Tiling) -> BlockOperand:
     """Numbers of rows `[B|1, H|1, T|1, 1]`, cut into blocks that are joined to the rows."""
-    blocks, axes = blocking.pairs_of(x)
+    blocks, axes = tiling.pairs_of(x)
     return BlockOperand(role, jnp.asarray(blocks).reshape(*blocks.shape[: len(axes)], -1), axes)
 
 
-def _with_known_logsumexp(
-    problem: Problem, blocking: Blocking
-) -> tuple[Problem, list[BlockOperand]]:
+def _with_known_logsumexp(problem: Problem, tiling: Tiling) -> tuple[Problem, list[BlockOperand]]:
     """The problem without a score that `recalls`, and the logsumexp that this score knows, as a
     list of one or none.
     """
@@ -132,7 +130,7 @@ def _with_known_logsumexp(
     known = [problem.canonical(x.operands()[0]) for x in problem.scores if x.recalls]
     wide = [jnp.asarray(x, problem.accumulation_dtype) for x in known]
     problem = dataclasses.replace(problem, scores=tuple(scores))
-    return problem, [_of_rows("logsumexp", x, blocking) for x in wide]
+    return problem, [_of_rows("logsumexp", x, tiling) for x in wide]
 
 
 def _folded(joined: Sequence[BlockOperand], *args: Any, place: int, **kw: Any) -> list[Array]:
@@ -163,9 +161,9 @@ def _attended(joined: Sequence[BlockOperand], *args: Any, place: int, **kw: Any)
     return attend(*args, **sinks, **kw)
 
 
-def _empty(problem: Problem, blocking: Blocking) -> Carry:
+def _empty(problem: Problem, tiling: Tiling) -> Carry:
     t, _, heads, _ = problem.sizes
-    shape = (blocking.batch, t, heads)
+    shape = (tiling.batch, t, heads)
     return Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
 
 
@@ -175,7 +173,7 @@ def _with_heads(x: BlockOperand, spread: HeadExchange) -> Array:
 
 
 def _with_lookups(
-    problem: Problem, blocking: Blocking, spread: HeadExchange, lowering: Lowering
+    problem: Problem, tiling: Tiling, spread: HeadExchange, lowering: Lowering
 ) -> tuple[Problem, Problem]:
     """The problem whose mask tells the classes of blocks, and the one that is visited. Only the
     latter has `Differences`.
@@ -186,7 +184,7 @@ def _with_lookups(
     if lowering is not XLA:
         problem = looked_up(problem)
     parts = (*leaf_terms(problem.mask), *problem.scores)
-    if not any(map(is_unsure, parts)) or not reads_differences(problem, blocking, lowering):
+    if not any(map(is_unsure, parts)) or not reads_differences(problem, tiling, lowering):
         return problem, problem
     return problem, with_differences(problem)
 
@@ -196,7 +194,7 @@ def _visited(  # noqa: PLR0913 (what a call gives, each checked here)
     count: int,
     joined: Sequence[BlockOperand],
     problem: Problem,
-    blocking: Blocking,
+    tiling: Tiling,
     spread: HeadExchange | None,
     fused: bool,
     lowering: Lowering,
@@ -216,14 +214,14 @@ def _visited(  # noqa: PLR0913 (what a call gives, each checked here)
     - the others: the arguments of `fold_problem`.
     """
     spread, problem = spread or HeadExchange(), problem.at_places()
-    shown, problem = _with_lookups(problem, blocking, spread, lowering)
-    blocks = BlockOperands(problem, blocking, spread, lowering, live, places)
+    shown, problem = _with_lookups(problem, tiling, spread, lowering)
+    blocks = BlockOperands(problem, tiling, spread, lowering, live, places)
     table, table_axes, classes = blocks.plan(shown)
-    visited = blocks.on(spread.local(blocking))
+    visited = blocks.on(spread.local(tiling))
     # If a table has axes of batch or heads, each device of a mesh may have another part of it.
     alike = spread.manual is None or table_axes == (ROW, COL)
     known = KnownTable.of(table) if isinstance(table, np.ndarray) and alike else None
-    parts = () if known is None else known_parts(shown, blocking, known.array, blocks.hides_rows)
+    parts = () if known is None else subtile_classes(shown, tiling, known.array, blocks.hides_rows)
     if parts and FULL not in classes:  # A part may be full where no block is.
         classes += (FULL,)
     table = None if table is None else jnp.asarray(table)
@@ -242,7 +240,7 @@ def _visited(  # noqa: PLR0913 (what a call gives, each checked here)
             {c: blocks.weigh(c) for c in classes},
             values,
             value_axes,
-            dataclasses.replace(blocks.layout(blocking, own_axes), known=same, **settings),
+            dataclasses.replace(blocks.layout(tiling, own_axes), known=same, **settings),
             table=own,
             classify=None if classes == (FULL,) else blocks.classify,
             reads=blocks.reads,
@@ -265,4 +263,4 @@ def _visited(  # noqa: PLR0913 (what a call gives, each checked here)
             [jax.tree.map(lambda _: (), own), table_axes, *[[x.axes for x in xs] for xs in arrays]],
             [rows] * count,
         )(own, table, *[[x.array for x in xs] for xs in arrays])
-    return [blocking.from_rows(x) for x in found]
+    return [tiling.from_rows(x) for x in found]

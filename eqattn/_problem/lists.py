@@ -37,10 +37,10 @@ from .._sweep.grid import ROW
 from .._sweep.lowering import Lowering, XLA
 from ..masks._base import AbstractMask, Dense, named_operands
 from ..masks._selected import distinct
-from .blocking import Blocking, choose_blocking
 from .closed_score import BoundMask, BoundScore, HeldScore, read_of
 from .problem import Problem
 from .storage import AbstractStored, as_stored, join_heads
+from .tiling import choose_tiling, Tiling
 
 
 class _Rows(eqx.Module):
@@ -383,9 +383,9 @@ _MOST_WORDS = 8
 """The most words that a kernel looks through for each pair of query and key."""
 
 
-def blocking_of(
+def tiling_of(
     problem: Problem, selection: Any, block_q: int | None, block_k: int | None, lowering: Lowering
-) -> Blocking | None:
+) -> Tiling | None:
     """The blocking in which a list names whole blocks of keys; None where its keys are gathered
     instead.
 
@@ -399,7 +399,7 @@ def blocking_of(
 
     - `problem`: the problem.
     - `selection`: the list, a `Selected`.
-    - `block_q`, `block_k`, `lowering`: as for `choose_blocking`.
+    - `block_q`, `block_k`, `lowering`: as for `choose_tiling`.
     """
     t, s, heads, kv_heads = problem.sizes
     *lead, lists, _, n = selection.indices.shape
@@ -413,7 +413,7 @@ def blocking_of(
     if gathered or not (isinstance(t, int) and isinstance(s, int)):
         return None
     group, size = heads // kv_heads, selection.block_q
-    best = choose_blocking(problem, block_q, block_k, lowering=lowering)
+    best = choose_tiling(problem, block_q, block_k, lowering=lowering)
     queries, keys = _part(size, best.block_q, t), _part(selection.block_k, best.block_k, s)
     least_rows, least_keys = lowering.least_listed
     if queries * group < least_rows:
@@ -427,14 +427,14 @@ def blocking_of(
         visited, copied = min(s, apart * listed) * rows, apart * lowering.copy_pairs + 2 * rows
         if visited > listed * copied:
             return None
-    blocking = choose_blocking(problem, queries, keys, lowering=lowering)
+    tiling = choose_tiling(problem, queries, keys, lowering=lowering)
     if lowering is XLA:
-        return blocking
+        return tiling
     # A list of pairs may have one more for each row or column without a live one.
-    pairs = live_pairs(selection, blocking) + max(blocking.grid[ROW:])
+    pairs = live_pairs(selection, tiling) + max(tiling.grid[ROW:])
     fits = lowering.most_pairs is None or pairs <= lowering.most_pairs
     words = 0 if apart == 1 else -(-s // selection.block_k) / _WORD
-    return blocking if fits and words <= _MOST_WORDS else None
+    return tiling if fits and words <= _MOST_WORDS else None
 
 
 def _part(size: int, most: int, tokens: int) -> int:
@@ -444,13 +444,13 @@ def _part(size: int, most: int, tokens: int) -> int:
     return max(n for n in range(1, most + 1) if size % n == 0)
 
 
-def live_pairs(selection: Any, blocking: Blocking) -> int:
+def live_pairs(selection: Any, tiling: Tiling) -> int:
     """The most pairs of blocks that lists make live, for each batch element and key head."""
     *_, lists, _, n = selection.indices.shape
-    apart = max(blocking.block_q // selection.block_q, 1)
-    apart *= blocking.group if lists > blocking.kv_heads else 1
-    listed = apart * n * (selection.block_k // blocking.block_k)
-    return blocking.rows * max(min(listed, blocking.columns), 1)
+    apart = max(tiling.block_q // selection.block_q, 1)
+    apart *= tiling.group if lists > tiling.kv_heads else 1
+    listed = apart * n * (selection.block_k // tiling.block_k)
+    return tiling.rows * max(min(listed, tiling.columns), 1)
 
 
 class _OnList(AbstractMask):
@@ -501,7 +501,7 @@ def named(indices: Array, count: int, lowering: Lowering) -> Bool[Array, "b h r 
 
 
 def live_blocks(
-    problem: Problem, selection: Any, blocking: Blocking, lowering: Lowering
+    problem: Problem, selection: Any, tiling: Tiling, lowering: Lowering
 ) -> Bool[Array, "b k r c g q"]:
     """Which blocks of a blocking a list names, in rows and columns. Where it names others for each
     head or each query of a row, the last two axes are these. Otherwise they are of size 1.
@@ -510,12 +510,12 @@ def live_blocks(
     count = -(-problem.sizes[1] // selection.block_k)
     live = named(indices, count, lowering)
     batch, lists, rows = live.shape[:3]
-    live = jnp.repeat(live, selection.block_k // blocking.block_k, 3)[..., : blocking.columns]
-    each = max(blocking.block_q // selection.block_q, 1)  # a row has so many lists
-    live = jnp.repeat(live, max(selection.block_q // blocking.block_q, 1), 2)
-    live = live[:, :, : blocking.rows * each]
-    live = blocking.pad(live, 2, blocking.rows * each, "zeros")
-    heads = min(lists, blocking.kv_heads)
-    live = live.reshape(batch, heads, lists // heads, blocking.rows, each, blocking.columns)
+    live = jnp.repeat(live, selection.block_k // tiling.block_k, 3)[..., : tiling.columns]
+    each = max(tiling.block_q // selection.block_q, 1)  # a row has so many lists
+    live = jnp.repeat(live, max(selection.block_q // tiling.block_q, 1), 2)
+    live = live[:, :, : tiling.rows * each]
+    live = tiling.pad(live, 2, tiling.rows * each, "zeros")
+    heads = min(lists, tiling.kv_heads)
+    live = live.reshape(batch, heads, lists // heads, tiling.rows, each, tiling.columns)
     live = live.transpose(0, 1, 3, 5, 2, 4)
     return live if each == 1 else jnp.repeat(live, selection.block_q, 5)

@@ -34,9 +34,9 @@ from .._sweep.grid import BATCH, COL, HEAD, ROW
 from .._sweep.lowering import Lowering
 from ..masks._base import AbstractMask, map_terms, visible
 from ..scores._base import AbstractScore, AbstractWrapper
-from .blocking import Blocking, BlockOperand
 from .closed_score import dtype_read, Held, MOVES, wide_step
 from .problem import is_unsure, Problem
+from .tiling import BlockOperand, Tiling
 
 
 def _without_calls(fn: Callable, avals: Sequence[Any]) -> Any:
@@ -116,8 +116,8 @@ class _FoundScore(AbstractWrapper):
 class Windows(BlockOperand):
     """An array whose blocks are windows `[group|1, window]`, see `along_diagonals`."""
 
-    def on_rows(self, x: Array, blocking: Blocking) -> Array:
-        return along_diagonals(x, blocking.block_k, blocking.block_q, blocking.group)
+    def on_rows(self, x: Array, tiling: Tiling) -> Array:
+        return along_diagonals(x, tiling.block_k, tiling.block_q, tiling.group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +131,17 @@ class Diagonals(BlockOperand):
 
     first: int = 0
 
-    def at(self, x: Array, row: Array, column: Array, blocking: Blocking) -> Array:
+    def at(self, x: Array, row: Array, column: Array, tiling: Tiling) -> Array:
         """What the block reads of `x`, whose first query and key are the tokens `row` and `column`.
         Queries that pad the block read what the last query reads, as they stand where it does.
 
         **Returns:** `[keys, rows]`.
         """
-        queries, last = blocking.block_q, None
+        queries, last = tiling.block_q, None
         start = (row - column).reshape(()) + np.int32(self.first)
-        if blocking.queries % queries:
-            last = jnp.clip(np.int32(blocking.queries - 1) - row.reshape(()), 0, queries - 1)
-        return cut_diagonals(x, start, last, blocking.block_k, queries, blocking.group)
+        if tiling.queries % queries:
+            last = jnp.clip(np.int32(tiling.queries - 1) - row.reshape(()), 0, queries - 1)
+        return cut_diagonals(x, start, last, tiling.block_k, queries, tiling.group)
 
 
 class Differences(Operand):
@@ -160,54 +160,54 @@ class Differences(Operand):
     def of_pairs(self) -> bool:
         return False
 
-    def diagonals(self, role: str, blocking: Blocking) -> Diagonals:
+    def diagonals(self, role: str, tiling: Tiling) -> Diagonals:
         """The numbers as they are, for code that can cut a window where it visits a block. A long
         sequence has many more windows than these.
         """
-        keys, queries = blocking.block_k, blocking.block_q
-        more = blocking.rows * blocking.block_q - blocking.queries + queries
-        least = blocking.columns * blocking.block_k - blocking.keys + keys
+        keys, queries = tiling.block_k, tiling.block_q
+        more = tiling.rows * tiling.block_q - tiling.queries + queries
+        least = tiling.columns * tiling.block_k - tiling.keys + keys
         whole = jnp.pad(self.array, ((0, 0), (0, 0), (least, more)), mode="edge")
-        axes, sizes, group = self._lead(blocking)
+        axes, sizes, group = self._lead(tiling)
         whole = whole.reshape(*sizes, group, -1)
-        return Diagonals(role, whole, axes, first=blocking.keys + least - keys)
+        return Diagonals(role, whole, axes, first=tiling.keys + least - keys)
 
-    def windows(self, role: str, blocking: Blocking) -> Windows:
+    def windows(self, role: str, tiling: Tiling) -> Windows:
         """The windows of all blocks. They overlap, so that there are about `2 / block` numbers for
         each pair of query and key.
         """
-        keys, queries, count = blocking.block_k, blocking.block_q, self.array.shape[2]
-        rows, columns = np.mgrid[: blocking.rows, : blocking.columns]
-        starts = rows * queries - columns * keys + blocking.keys - padded(keys)
+        keys, queries, count = tiling.block_k, tiling.block_q, self.array.shape[2]
+        rows, columns = np.mgrid[: tiling.rows, : tiling.columns]
+        starts = rows * queries - columns * keys + tiling.keys - padded(keys)
         size, least = window_size(keys, queries), min(int(starts.min()), 0)
         # Queries of the padding have no cotangent, but a score must be finite for them, too.
         more = max(int(starts.max()) + size - count, 0)
         whole = jnp.pad(self.array, ((0, 0), (0, 0), (-least, more)), mode="edge")
         cut = lambda start: lax.dynamic_slice_in_dim(whole, start, size, axis=-1)
         found = jax.vmap(cut)(jnp.asarray((starts - least).reshape(-1), jnp.int32))
-        axes, sizes, group = self._lead(blocking)
+        axes, sizes, group = self._lead(tiling)
         found = jnp.moveaxis(found.reshape(*starts.shape, -1, group, size), 2, 0)
         return Windows(role, found.reshape(*sizes, *starts.shape, group, size), (*axes, ROW, COL))
 
-    def _lead(self, blocking: Blocking) -> tuple[tuple[int, ...], list[int], int]:
+    def _lead(self, tiling: Tiling) -> tuple[tuple[int, ...], list[int], int]:
         """The grid axes of batch and heads that the array varies on, their sizes, and the number of
         heads that blocks have.
         """
         b, h, _ = self.array.shape
-        kv_heads, group = (1, 1) if h == 1 else (blocking.kv_heads, blocking.group)
+        kv_heads, group = (1, 1) if h == 1 else (tiling.kv_heads, tiling.group)
         kept = [(a, n) for a, n in ((BATCH, b), (HEAD, kv_heads)) if n != 1]
         return tuple(a for a, _ in kept), [n for _, n in kept], group
 
 
-def reads_differences(problem: Problem, blocking: Blocking, lowering: Lowering) -> bool:
+def reads_differences(problem: Problem, tiling: Tiling, lowering: Lowering) -> bool:
     """Whether what depends on `q - k` becomes `Differences`. Positions must count up, and the
     problem of tokens that several devices share has positions of its own. Where bits are fixed,
     each pair looks up its own number, as what XLA computes for all differences may have other bits
     for other sizes. `counts_up` answers for calls, before their problem is known.
     """
     positions = problem.q_positions is None and problem.kv_positions is None
-    apart = not (blocking.in_place or blocking.fixed)
-    known = isinstance(blocking.queries, int) and isinstance(blocking.keys, int)
+    apart = not (tiling.in_place or tiling.fixed)
+    known = isinstance(tiling.queries, int) and isinstance(tiling.keys, int)
     return lowering.repeats_diagonals and positions and apart and known
 
 

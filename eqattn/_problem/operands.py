@@ -19,7 +19,7 @@ from jaxtyping import Array
 from .._jax import summed_wide, varying_axes
 from .._misc import accumulation_dtype, widened
 from .._pairs import Operand, over_block
-from .._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
+from .._sweep.grid import BATCH, BlockGrid, COL, DIAGONAL, EMPTY, FULL, HEAD, PARTIAL, ROW
 from .._sweep.lowering import Lowering, XLA
 from .._sweep.nonfinite import cleaned, cleaned_in_kernel, masked_dot, scaled
 from .._sweep.products import dot
@@ -27,12 +27,12 @@ from ..masks._base import AbstractMask, visible
 from ..scores._base import AbstractScore
 from ..scores._dropout import is_kept, kept_factor, row_words
 from .block_classes import as_partial, classes_of, on_grid, plan_of, reads_pairs, varies_by_pairs
-from .blocking import as_device_array, Blocking, BlockOperand, in_place, in_shares, single_axes
 from .closed_score import BoundMask, ClosedScore
 from .lookups import Diagonals, Differences
 from .problem import Problem
 from .shards import HeadExchange
 from .storage import as_stored
+from .tiling import as_device_array, BlockOperand, in_place, in_shares, single_axes, Tiling
 
 
 WORDS = ("first_word", "second_word")
@@ -98,30 +98,30 @@ class BlockOperands:
     def __init__(
         self,
         problem: Problem,
-        blocking: Blocking,
+        tiling: Tiling,
         spread: HeadExchange = HeadExchange(),
         lowering: Lowering = XLA,
         live: Any = None,
         places: bool = False,
     ):
-        self.problem, self.blocking, self.spread, self.live = problem, blocking, spread, live
+        self.problem, self.tiling, self.spread, self.live = problem, tiling, spread, live
         self.lowering, self.sent, self.local = lowering, bool(spread.axes), False
         dtype, acc = problem.query.dtype, problem.accumulation_dtype
         wide = dtype == acc or not lowering.multiplies_narrow()
         # Arrays that are sent stay narrow, as that is fewer bytes. So do arrays that are read in
         # place: widening them would read all of a cache, and only visited blocks are needed.
-        stored = dtype if self.sent or blocking.in_place or not wide else acc
+        stored = dtype if self.sent or tiling.in_place or not wide else acc
         precision = problem.precision
         if precision is None and dtype == acc:
             precision = lax.Precision.HIGHEST
         self.products = (("operand_dtype", None if wide else dtype), ("precision", precision))
         query, scale = problem.query.astype(stored), jnp.asarray(problem.scale, acc)
-        self.post_scale = stored != acc or blocking.in_place or blocking.fixed
+        self.post_scale = stored != acc or tiling.in_place or tiling.fixed
         self.pages = self.lookups = ()
-        rows = BlockOperand("query", blocking.rows_of(query), (BATCH, HEAD, ROW))
+        rows = BlockOperand("query", tiling.rows_of(query), (BATCH, HEAD, ROW))
         self.operands: tuple[BlockOperand, ...] = (rows,)
         self.values: tuple[BlockOperand, ...] = ()
-        if blocking.in_place:
+        if tiling.in_place:
             self._store()
         else:
             key, value = (x.astype(stored) for x in (problem.key, problem.value))
@@ -129,22 +129,22 @@ class BlockOperands:
             # and XLA:CPU is slow at arithmetic in a transposed copy: 2.4 ns for each entry.
             key = key if self.post_scale else scaled(key, scale)
             columns = (BATCH, HEAD, COL)
-            self.operands += (BlockOperand("key", blocking.columns_of(key), columns),)
+            self.operands += (BlockOperand("key", tiling.columns_of(key), columns),)
             # Values of size 0, of which only the logsumexp is wanted, have nothing to clean. Nor
             # have those that all rows see, where no score can make a logit infinite.
             seen = problem.mask is None and live is None and not problem.scores
-            seen = seen and blocking.columns * blocking.block_k == blocking.keys
+            seen = seen and tiling.columns * tiling.block_k == tiling.keys
             clean = lowering.cleans_values or value.shape[-1] == 0 or seen
             xs = [value] if clean else cleaned(value, precision)
-            self.values = tuple(BlockOperand("value", blocking.columns_of(x), columns) for x in xs)
+            self.values = tuple(BlockOperand("value", tiling.columns_of(x), columns) for x in xs)
         self.keys = slice(1, len(self.operands) - len(self.lookups))
         if self.post_scale:
             self._add("scale", scale.reshape(1, 1, 1, 1))
         for name, x in zip(("batch", "head", "q_position", "kv_position"), problem.indices()):
-            self._add(name, blocking.own_rows(x, "t" if name == "q_position" else ""))
+            self._add(name, tiling.own_rows(x, "t" if name == "q_position" else ""))
         if places and problem.kv_places is not None:
             self._add("kv_place", problem.kv_places[:, None, None, :])
-        whole = spread.local(blocking) if spread.inside else blocking
+        whole = spread.local(tiling) if spread.inside else tiling
         padded = whole.columns * whole.block_k
         self.padded = padded != whole.keys
         if self.padded:
@@ -170,8 +170,8 @@ class BlockOperands:
         """Adds the operands of keys and values that stay in place, and of where these are found."""
         key, value = (as_stored(x) for x in (self.problem.key, self.problem.value))
         both = [key, value if value.arrays or self.lowering.shares_blocks else key.c_kv]
-        self.held = [in_shares(x, self.blocking, self.lowering) for x in both]
-        placed = in_place(self.held, self.blocking, self.lowering)
+        self.held = [in_shares(x, self.tiling, self.lowering) for x in both]
+        placed = in_place(self.held, self.tiling, self.lowering)
         self.values, self.pages = placed.values, placed.sizes
         start = len(self.operands) + len(placed.keys)
         self.lookups = tuple(range(start, start + len(placed.tables)))
@@ -180,8 +180,8 @@ class BlockOperands:
     def _add(self, role: str, x: Any) -> None:
         """Adds an operand from an array `[B|1, H|1, T|1, S|1]`, perhaps with features."""
         whole = self.spread.inside and role in WHOLE
-        blocking = self.spread.local(self.blocking) if whole else self.blocking
-        blocks, axes = blocking.pairs_of(x)
+        tiling = self.spread.local(self.tiling) if whole else self.tiling
+        blocks, axes = tiling.pairs_of(x)
         self.operands += (BlockOperand(role, as_device_array(blocks), axes, x.ndim > 4),)
 
     def _add_reads_of(self, part: AbstractScore | AbstractMask) -> slice:
@@ -192,16 +192,16 @@ class BlockOperands:
         for operand in part.operands():
             if isinstance(operand, Differences):
                 kind = operand.windows if self.lowering.needs_windows else operand.diagonals
-                self.operands += (kind(role, self.blocking),)
+                self.operands += (kind(role, self.tiling),)
                 continue
-            self._add(role, self.blocking.own_rows(canonical(operand), operand.axes))
+            self._add(role, self.tiling.own_rows(canonical(operand), operand.axes))
         return slice(start, len(self.operands))
 
     def _add_starts(self) -> None:
         """Adds the indices of the first query and the first key of each block."""
-        sides = ("row", ROW, self.blocking.block_q), ("column", COL, self.blocking.block_k)
+        sides = ("row", ROW, self.tiling.block_q), ("column", COL, self.tiling.block_k)
         for role, axis, size in sides:
-            starts = np.arange(self.blocking.grid[axis], dtype=np.int32) * np.int32(size)
+            starts = np.arange(self.tiling.grid[axis], dtype=np.int32) * np.int32(size)
             self.operands += (BlockOperand(role, jnp.asarray(starts)[:, None, None], (axis,)),)
 
     def index(self, role: str) -> int:
@@ -214,29 +214,29 @@ class BlockOperands:
         moved = any(x.role == "kv_place" for x in self.operands)
         return self.index("kv_place" if moved else "kv_position")
 
-    def layout(self, blocking: Blocking, table_axes: tuple[int, ...] | None) -> GridLayout:
+    def layout(self, tiling: Tiling, table_axes: tuple[int, ...] | None) -> BlockGrid:
         """The grid on which blocks of this blocking are visited."""
-        more: Any = dict(pages=self.pages, lookups=self.lookups, corner=blocking.corner)
-        more |= dict(uniform=blocking.fixed, ring=self.spread.ring, lowering=self.lowering)
-        more |= dict(block=blocking.block, padded=blocking.padded_in_place)
+        more: Any = dict(pages=self.pages, lookups=self.lookups, corner=tiling.corner)
+        more |= dict(batch_invariant=tiling.fixed, ring=self.spread.ring, lowering=self.lowering)
+        more |= dict(block=tiling.block, padded=tiling.padded_in_place)
         if self.live is not None and self.problem.mask is None and not self.padded:
             more["whole"] = self.live.shape[-2:] == (1, 1)
-        return GridLayout(
-            grid=self.blocking.grid,
+        return BlockGrid(
+            grid=self.tiling.grid,
             in_axes=tuple(x.axes for x in self.operands),
             table_axes=table_axes,
-            ragged=blocking.in_place or (self.live is not None and self.lowering is XLA),
-            tokens=() if self.sent else self.blocking.tokens,
+            ragged=tiling.in_place or (self.live is not None and self.lowering is XLA),
+            tokens=() if self.sent else self.tiling.tokens,
             **more,
             shared=() if self.values else tuple(range(self.keys.start, self.keys.stop)),
-            turned=self._turned(blocking),
+            transposed=self._transposed(tiling),
         )
 
-    def _turned(self, blocking: Blocking) -> bool:
+    def _transposed(self, tiling: Tiling) -> bool:
         """Whether loops turn the logits of a fold. They would transpose copied blocks of pairs."""
-        several = blocking.in_place and self.problem.sizes[3] > blocking.kv_heads
-        copied = not self.blocking.pairs_lie and reads_pairs(self.operands[self.keys.stop :])
-        if several or blocking.fixed or self.sent or copied:
+        several = tiling.in_place and self.problem.sizes[3] > tiling.kv_heads
+        copied = not self.tiling.pairs_lie and reads_pairs(self.operands[self.keys.stop :])
+        if several or tiling.fixed or self.sent or copied:
             return False
         return self.lowering is XLA and jax.default_backend() == "cpu"
 
@@ -248,17 +248,17 @@ class BlockOperands:
         x = self.held[which]
         if not x.arrays:  # The values are part of the keys, whose blocks these are.
             return x.decode(self.stored(0, blocks))
-        n, single = len(x.arrays), single_axes(x, self.blocking, self.lowering)
+        n, single = len(x.arrays), single_axes(x, self.tiling, self.lowering)
         blocks = [jnp.expand_dims(a, single[i % n]) for i, a in enumerate(blocks)]
         pages = [x.decode(*blocks[i : i + n]) for i in range(0, len(blocks), n)]
         block = pages[0] if len(pages) == 1 else jnp.concatenate(pages)
         alone = block.shape[1] == 1 and self.lowering.drops_single_axes
         return (block[:, 0] if alone else block).astype(self.problem.accumulation_dtype)
 
-    def on(self, blocking: Blocking) -> "BlockOperands":
+    def on(self, tiling: Tiling) -> "BlockOperands":
         """The same operands, to be visited in other blocks, such as those of one device."""
         new = copy.copy(self)
-        new.blocking, new.local = blocking, blocking.grid[:2] != self.blocking.grid[:2]
+        new.tiling, new.local = tiling, tiling.grid[:2] != self.tiling.grid[:2]
         return new
 
     def closed_scores(self, consts: Sequence | None = None) -> list[ClosedScore]:
@@ -282,12 +282,12 @@ class BlockOperands:
         """The function `values` of the fold for a block of class `c`. It keeps the contract of
         `_sweep/nonfinite.py`: where a pair may be masked, it returns clean values and their poison.
         """
-        if not (self.blocking.in_place or self.lowering.cleans_values):
-            return lambda clean, *poison: [clean, *poison]
+        if not (self.tiling.in_place or self.lowering.cleans_values):
+            return lambda clean, *nan_flag: [clean, *nan_flag]
         precision = dict(self.products)["precision"]
 
         def fn(*blocks):
-            value = self.stored(1, blocks) if self.blocking.in_place else blocks[0]
+            value = self.stored(1, blocks) if self.tiling.in_place else blocks[0]
             if c == FULL:
                 return [value]
             if self.lowering.cleans_values:
@@ -307,7 +307,7 @@ class BlockOperands:
         array, acc = operand.array, self.problem.accumulation_dtype
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return self.problem.canonical(operand)
-        large = operand.axes.endswith("ts") and 1 not in (*array.shape[-2:], self.blocking.block_k)
+        large = operand.axes.endswith("ts") and 1 not in (*array.shape[-2:], self.tiling.block_k)
         if large and self.spread.size == 1 and accumulation_dtype(array.dtype) == acc:
             form = lambda x: self.problem.canonical(Operand(x, operand.axes))
             return summed_wide(form, array)
@@ -329,14 +329,14 @@ class BlockOperands:
 
     def classify(self, *blocks: Array) -> Array:
         """The table of one hop, `[rows, columns]` or `[B, K, rows, columns]`."""
-        blocking, read = self.blocking, [self.operands[i] for i in self.reads]
-        whole = [blocking.from_pairs(x, y.axes, y.features) for x, y in zip(blocks, read)]
+        tiling, read = self.tiling, [self.operands[i] for i in self.reads]
+        whole = [tiling.from_pairs(x, y.axes, y.features) for x, y in zip(blocks, read)]
         at, whole = dict(zip(self.where, whole)), whole[len(self.where) :]
         q, k = at["q_position"][:, 0, :, 0], at["kv_position"][:, 0, 0]
         # Positions of a single token are not padded to the blocks of all devices.
-        q = jnp.broadcast_to(q, (len(q), blocking.rows * blocking.block_q))
+        q = jnp.broadcast_to(q, (len(q), tiling.rows * tiling.block_q))
         k = jnp.broadcast_to(k, (len(k), at["valid"].shape[3])) if self.padded else k
-        rows, columns = blocking.rows, k.shape[1] // blocking.block_k
+        rows, columns = tiling.rows, k.shape[1] // tiling.block_k
         table = jnp.full((1, 1, rows, columns), FULL, jnp.int8)
         if self.padded:
             valid = at["valid"].reshape(1, 1, 1, columns, -1)
@@ -347,26 +347,26 @@ class BlockOperands:
             indices = None, None
             if self.local:
                 indices = at["batch"][:, 0, 0, 0], at["head"][0, :, 0, 0]
-            classes = classes_of(mask, blocking, (blocking.batch,), q, k, indices)
-            corner = (classes == CORNER) & (table != EMPTY)
-            table = jnp.where(corner, jnp.int8(CORNER), jnp.minimum(table, classes))
+            classes = classes_of(mask, tiling, (tiling.batch,), q, k, indices)
+            corner = (classes == DIAGONAL) & (table != EMPTY)
+            table = jnp.where(corner, jnp.int8(DIAGONAL), jnp.minimum(table, classes))
         if self.hides_rows:
             valid = at["valid_rows"].reshape(1, 1, rows, 1, -1)
             table = jnp.where(valid.all(-1), table, jnp.minimum(table, jnp.int8(PARTIAL)))
-        table = as_partial(table) if blocking.fixed else table
+        table = as_partial(table) if tiling.fixed else table
         if table.shape[:2] == (1, 1):
             return table[0, 0]
-        return jnp.broadcast_to(table, (*blocking.grid[:2], rows, columns))
+        return jnp.broadcast_to(table, (*tiling.grid[:2], rows, columns))
 
     def plan(self, shown: Problem):
         """The table of live blocks, a NumPy array where it is known, its grid axes, and the classes
         that can occur. The mask is that of `shown`, the problem before it had `Differences`.
         """
-        fixed = self.blocking.fixed
+        fixed = self.tiling.fixed
         if self.sent:  # Each hop makes its own table.
             some = self.problem.mask is not None or self.padded
             return None, None, (PARTIAL,) if fixed else (PARTIAL, FULL) if some else (FULL,)
-        return plan_of(shown, self.blocking, self.live, self.operands if self.hides_rows else None)
+        return plan_of(shown, self.tiling, self.live, self.operands if self.hides_rows else None)
 
     def hidden(self, s: Array, mask: Array) -> Array:
         """Logits with `-inf` where the mask is False.
@@ -386,18 +386,18 @@ class BlockOperands:
         """The function `logits` of the fold for a block of class `c`. It returns the logits and,
         with dropout, the factor on their probabilities.
         """
-        problem, blocking = self.problem, self.blocking
+        problem, tiling = self.problem, self.tiling
         acc = problem.accumulation_dtype
 
         def fn(*blocks):
             q, *k = blocks[: self.keys.stop]
-            k = self.stored(0, k) if blocking.in_place else k[0]
+            k = self.stored(0, k) if tiling.in_place else k[0]
             first = self.keys.stop + len(self.lookups)
-            read = [y.on_rows(x, blocking) for x, y in zip(blocks[first:], self.operands[first:])]
+            read = [y.on_rows(x, tiling) for x, y in zip(blocks[first:], self.operands[first:])]
             named = {y.role: x for x, y in zip(read, self.operands[first:])}
             pairs = [named[n] for n in ("batch", "head", "q_position", "kv_position")]
             if "row" in named:
-                both, of = (named["row"], named["column"], blocking), self.operands[first:]
+                both, of = (named["row"], named["column"], tiling), self.operands[first:]
                 read = [y.at(x, *both) if isinstance(y, Diagonals) else x for x, y in zip(read, of)]
             own = [read[g.start - first : g.stop - first] for g in self.groups]
             mask = None
@@ -406,7 +406,7 @@ class BlockOperands:
                 if problem.mask is not None:
                     parts.append(over_block(visible(problem.mask), [*pairs, *own[-1]]))
                 mask = ft.reduce(jnp.logical_and, parts) if parts else jnp.ones((1, 1), bool)
-                mask = jnp.broadcast_to(mask, blocking.block)
+                mask = jnp.broadcast_to(mask, tiling.block)
             if mask is None:
                 s = dot(k, q, (1, 0), **dict(self.products))
             else:  # The mask comes before the scale, whose gradient sums products.

@@ -50,7 +50,6 @@ from .._sweep.lowering import Lowering
 from .._sweep.ring import ColumnsOfDevices
 from ..masks._base import leaf_terms, map_terms
 from ..scores._base import AbstractScore
-from .blocking import Blocking
 from .closed_score import (
     bound_scores,
     BoundScore,
@@ -64,6 +63,7 @@ from .closed_score import (
 from .mesh import ManualAxes, merged_axes, shard_map_wide, split_axis, token_axis
 from .problem import Problem
 from .storage import AbstractStored, as_stored, Pages, StackLayer, ValuesFromKeys
+from .tiling import Tiling
 
 
 def merged_over(carry: Carry, axis: str) -> Carry:
@@ -277,23 +277,23 @@ class HeadExchange:
         """Whether the arrays are one device's own."""
         return self.manual is None
 
-    def local(self, blocking: Blocking) -> Blocking:
+    def local(self, tiling: Tiling) -> Tiling:
         """The blocking of what one device visits, from the blocking of the arrays outside."""
         batch, kv_heads = 1, self.size
-        parts = blocking.parts * self.size
+        parts = tiling.parts * self.size
         if self.manual is not None:
             batch, kv_heads, places = map(self.manual.parts, (BATCH, HEAD, ROW))
-            parts = blocking.parts // places
-        lengths = blocking.queries, blocking.keys
-        queries, keys = (-(-n // blocking.parts) * parts for n in lengths)
+            parts = tiling.parts // places
+        lengths = tiling.queries, tiling.keys
+        queries, keys = (-(-n // tiling.parts) * parts for n in lengths)
         return dataclasses.replace(
-            blocking,
-            batch=blocking.batch // batch,
-            kv_heads=blocking.kv_heads // kv_heads,
+            tiling,
+            batch=tiling.batch // batch,
+            kv_heads=tiling.kv_heads // kv_heads,
             queries=queries,
             keys=keys,
             parts=parts,
-            shards=max(blocking.shards // self.size, 1),
+            shards=max(tiling.shards // self.size, 1),
         )
 
     def tokens_to_heads(self, x: Array, axes: tuple[int, ...]) -> Array:

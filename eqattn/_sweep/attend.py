@@ -70,7 +70,7 @@ from .._jax import (
 )
 from .centred_tangent import recentred
 from .fold import execute as fold_execute, Finish, fold_arguments, operand_dtypes, tangent_arguments
-from .grid import GridLayout, replaced, ROW
+from .grid import BlockGrid, replaced, ROW
 from .sweep import primitive_rules, sweep_p, transpose
 from .tokens import by_head, from_heads
 
@@ -137,7 +137,7 @@ def _split(x, dtype, derived):
 
 def execute(*args, out_axes, dtype, derived, sunk, vectorise, traverse, finishes=False, **static):
     """Evaluates it by the visit that `select_lowering` chose."""
-    layout: GridLayout = static["layout"]
+    layout: BlockGrid = static["layout"]
     fold = ft.partial(
         fold_execute, out_axes=out_axes[:1] * 3, vectorise=vectorise, traverse=traverse, **static
     )
@@ -156,7 +156,7 @@ def execute(*args, out_axes, dtype, derived, sunk, vectorise, traverse, finishes
     return finish(num, den, top, *sink, along=lambda x: x[..., None])
 
 
-def on_rows(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Array:
+def on_rows(x: Array, axes: tuple[int, ...], layout: BlockGrid) -> Array:
     """Numbers of rows `[rows|1]`, which have some grid axes in front, with all batch axes and that
     of rows, `[*batch, rows of blocks, n]`.
     """
@@ -165,7 +165,7 @@ def on_rows(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Array:
     return jnp.broadcast_to(x, (*layout.shape(whole), layout.block[1]))
 
 
-def _of_sinks(x: Array, layout: GridLayout) -> Array:
+def _of_sinks(x: Array, layout: BlockGrid) -> Array:
     """The last operand of `attend_p`, the sinks' logsumexp, or its tangent, on all rows."""
     return on_rows(x, layout.in_axes[-1], layout)
 
@@ -320,7 +320,7 @@ def _transposed(cts, *args, active, **static):
 
 
 def _abstract(*avals, active, **static):
-    layout: GridLayout = static["layout"]
+    layout: BlockGrid = static["layout"]
     if any(varies(a) for a in avals):
         return jax.make_jaxpr(ft.partial(_tangents, active=active, **static))(*avals).out_avals
     shape = layout.shape((*layout.batch, ROW))

@@ -23,11 +23,11 @@ from .._carry import finite_origin, named_output
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes
 from .._pairs import read_by
 from .centred_tangent import centred_dot, recentred
-from .grid import GridLayout, replaced, ROW, unsigned_zeros
+from .grid import BlockGrid, replaced, ROW, unsigned_zeros
 from .nonfinite import complete
 from .products import dot
 from .ring import ring_traverse
-from .steps import Finish, FoldStep, turned_queries
+from .steps import Finish, FoldStep, transposed_queries
 from .sweep import (
     block_aval,
     closure_convert,
@@ -44,7 +44,7 @@ def fold(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     values: dict[int, Callable],
     value_operands: Sequence,
     value_axes: Sequence[tuple[int, ...]],
-    layout: GridLayout,
+    layout: BlockGrid,
     *,
     table: Any = None,
     classify: Callable | None = None,
@@ -95,7 +95,7 @@ def fold(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
 
 
 def with_tables_of_hops(
-    operands: Sequence, layout: GridLayout, classify: Callable | None, reads: Sequence[int], axes
+    operands: Sequence, layout: BlockGrid, classify: Callable | None, reads: Sequence[int], axes
 ) -> tuple[list, tuple[tuple[int, ...], ...], Any]:
     """The operands of a visit, which vary over the mesh `axes`, their grid axes, and its ring. If
     the visit goes around a ring and there is a `classify`, each hop makes its table by that. What
@@ -115,7 +115,7 @@ def fold_arguments(  # noqa: PLR0913 (the parts of a visit, which rules bind one
     values: dict[int, Callable],
     value_operands: Sequence,
     value_axes: Sequence[tuple[int, ...]],
-    layout: GridLayout,
+    layout: BlockGrid,
     *,
     table: Any = None,
     classify: Callable | None = None,
@@ -162,7 +162,7 @@ def execute(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one
     """
     acc = visits[0][1].out_avals[0].dtype
     # Where each array has all blocks, XLA:CPU merges logits with the equal ones of a derivative.
-    own = layout.shared, layout.turned and not (vectorise and layout.differentiated)
+    own = layout.shared, layout.transposed and not (vectorise and layout.differentiated)
     first, steps = FoldStep(visits[0][1], values[0][1], products, *own), {}
     for (c, logits), (_, weigh) in zip(visits, values):
         step: Callable = FoldStep(logits, weigh, products, *own)
@@ -178,16 +178,16 @@ def execute(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one
     def finish(num, den, top, *blocks):
         if unclean:
             num, den, top = complete(num, den, top, -1 if first.by_rows else -2)
-        if layout.uniform:
+        if layout.batch_invariant:
             num = unsigned_zeros(num)
         if results is not None:
             return results([num, den, top], *blocks)
         return [num if first.by_rows else jnp.swapaxes(num, -1, -2), den, top]
 
-    if first.turned:
+    if first.transposed:
         at = len(args) - len(layout.in_axes)
         query = args[at]
-        rows = turned_queries(query, layout.in_axes[0], layout, lie=not vectorise)
+        rows = transposed_queries(query, layout.in_axes[0], layout, lie=not vectorise)
         args = replaced(args, [at], [rows])
     done = Finish(finish) if results is None else dataclasses.replace(results, fn=finish)
     return ring_traverse(steps, layout, args, start, out_axes, finish=done, traverse=traverse)
@@ -245,7 +245,7 @@ def _jvp(primals, tangents, *, visits, values, layout, out_axes, products):
     return (num, den, top), (dnum, dden, ad.Zero(jax.typeof(top)))
 
 
-def operand_dtypes(visits: tuple, values: tuple, layout: GridLayout) -> list:
+def operand_dtypes(visits: tuple, values: tuple, layout: BlockGrid) -> list:
     """The dtypes in which block functions read the operands of a fold."""
     own = values[0][1].in_avals[len(layout.shared) :]
     return [a.dtype for a in (*visits[0][1].in_avals, *own)]
@@ -259,7 +259,7 @@ def tangent_arguments(  # noqa: PLR0913 (the parts of a visit, which rules bind 
     *,
     visits: tuple,
     values: tuple,
-    layout: GridLayout,
+    layout: BlockGrid,
     products: tuple,
     sinks: Sequence[Array] = (),
 ) -> tuple[list, dict[str, Any]]:

@@ -35,7 +35,7 @@ recorded: the `decode*` kernels of `python tests/measure tpu-report` show what a
 # and evaluate the mask where it is partial. The order matters: the class of a block under two
 # conditions is the lesser of the two, and an itinerary visits greater classes first.
 EMPTY, PARTIAL, FULL = 0, 1, 2
-CORNER = 3  # A partial block in which the first rows see no key of the later half.
+DIAGONAL = 3  # A partial block in which the first rows see no key of the later half.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ Parts = tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class GridLayout:
+class BlockGrid:
     """The grid of a visit, what lies on it, and how it is visited.
 
     **Arguments:**
@@ -96,19 +96,19 @@ class GridLayout:
         axis `i` is the number that operand `lookups[i]` holds for the pair of blocks.
     - `lookups`: the index of that operand, for each axis of `pages`.
     - `corner`: how many rows, the first ones, may see no key of the later half of a block. Where
-        it is positive, the table may hold `CORNER`.
-    - `parts`: what is known of all masked blocks of each class that occurs, `PARTIAL` or `CORNER`.
-        The rows and the keys of a block are cut into equal parts. Each part of the rows has the
-        kinds of those of the keys: `EMPTY`, `PARTIAL` or `FULL`. Each row has a live block then.
-        If nothing is known, it is empty.
+        it is positive, the table may hold `DIAGONAL`.
+    - `parts`: what is known of all masked blocks of each class that occurs, `PARTIAL` or
+        `DIAGONAL`. The rows and the keys of a block are cut into equal parts. Each part of the rows
+        has the kinds of those of the keys: `EMPTY`, `PARTIAL` or `FULL`. Each row has a live block
+        then. If nothing is known, it is empty.
     - `shared`: the operands of the logits of a fold that its values read, too. They come before the
         operands that only values read.
-    - `turned`: whether loops compute the logits of a fold as `[rows, keys]`, see `fold_step.py`.
-        Then they transpose its first operand, the queries.
+    - `transposed`: whether loops compute the logits of a fold as `[rows, keys]`, see
+        `fold_step.py`. Then they transpose its first operand, the queries.
     - `differentiated`: whether a visit is part of a derivative, whose sweeps compute the same
         logits as `[keys, rows]`.
-    - `uniform`: whether a grid of one pair of blocks is visited as larger grids are. Then the pair
-        has the bits that it would have among others.
+    - `batch_invariant`: whether a grid of one pair of blocks is visited as larger grids are. Then
+        the pair has the bits that it would have among others.
     - `tokens`: the `Tokens` that rows and columns were cut from, so that a lowering can read and
         write these where they lie. It is empty where they lie otherwise.
     - `padded`: the number of keys, if these lie in place and the last block is padded; else 0.
@@ -132,9 +132,9 @@ class GridLayout:
     corner: int = 0
     parts: Parts = ()
     shared: tuple[int, ...] = ()
-    turned: bool = False
+    transposed: bool = False
     differentiated: bool = False
-    uniform: bool = False
+    batch_invariant: bool = False
     tokens: tuple[Any, ...] = ()
     padded: int = 0
 
@@ -147,7 +147,7 @@ class GridLayout:
         devices = 1 if self.ring is None or not {ROW, COL} <= set(axes) else self.ring.size
         return tuple(self.size(a) * (devices if a == COL else 1) for a in axes)
 
-    def only(self, kept: Sequence[int]) -> "GridLayout":
+    def only(self, kept: Sequence[int]) -> "BlockGrid":
         """The layout of a visit that has only the operands `kept`, in their order there."""
         ring = None if self.ring is None else self.ring.only(kept)
         in_axes = tuple(self.in_axes[i] for i in kept)
@@ -199,7 +199,7 @@ class GridLayout:
         return table if self.known is None else self.known.array, operands
 
     def without_corners(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The same as `split`, with a table in which `CORNER` is replaced by `PARTIAL`."""
+        """The same as `split`, with a table in which `DIAGONAL` is replaced by `PARTIAL`."""
         table, operands = self.split(args)
         return self._as_partial(table), operands
 
@@ -212,7 +212,7 @@ class GridLayout:
         if table is None or not self.corner:
             return table
         xp = np if isinstance(table, np.ndarray) else jnp
-        return xp.where(table == CORNER, np.int8(PARTIAL), table)
+        return xp.where(table == DIAGONAL, np.int8(PARTIAL), table)
 
 
 def moves(axes: tuple[int, ...]) -> bool:

@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from .._jax import vary, varying_axes
 from .._misc import unfolded
-from .grid import COL, CORNER, EMPTY, FULL, GridLayout, moves, PARTIAL, pick, put, replaced, ROW
+from .grid import BlockGrid, COL, DIAGONAL, EMPTY, FULL, moves, PARTIAL, pick, put, replaced, ROW
 from .tokens import by_pairs, sum_by_pairs, sums_by_tokens, TokenPairs, TokenRows
 
 
@@ -70,7 +70,7 @@ class PaddedColumns(eqx.Module):
         return jnp.pad(found, [(0, (self.block - left) * (i == axis)) for i in range(found.ndim)])
 
 
-def without_padding(x: Array, axes: tuple[int, ...], layout: GridLayout) -> Any:
+def without_padding(x: Array, axes: tuple[int, ...], layout: BlockGrid) -> Any:
     """An operand of the loops, as `PaddedColumns` if the layout says that its columns are padded
     and its blocks hold several numbers of each key.
     """
@@ -97,7 +97,7 @@ def _loop(lo, hi, body, state, opaque):
     return lax.fori_loop(jnp.int32(lo), jnp.int32(hi), body, state)
 
 
-def itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
+def kv_order(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     """The order in which each row visits its columns: those of the greatest class first.
 
     **Returns:** the sorted columns of each row, and per class how many columns are of that class or
@@ -112,7 +112,7 @@ def itinerary(table: Any, classes: Sequence[int]) -> tuple[Array, list[Array]]:
     # fast as one by another.
     table, n = unfolded(table), jnp.int32(table.shape[-1])
     here = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
-    order = lax.sort((np.int32(CORNER) - table.astype(jnp.int32)) * n + here) % n
+    order = lax.sort((np.int32(DIAGONAL) - table.astype(jnp.int32)) * n + here) % n
     ends = [jnp.sum(table >= c, -1, dtype=jnp.int32, keepdims=True) for c in classes]
     return order, ends
 
@@ -146,7 +146,7 @@ def _block_at(x: Any, axes: tuple[int, ...], at: dict, last: bool) -> Array:
     return x.pick(axes, at, last) if isinstance(x, PaddedColumns) else _pick(x, axes, at)
 
 
-def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
+def _blocks_at(operands: Sequence, layout: BlockGrid, at: dict) -> list:
     """The blocks of all operands at a point of the grid, the pages that it looks up included."""
     at = dict(at)
     for i, lookup in enumerate(layout.lookups):
@@ -154,7 +154,7 @@ def _blocks_at(operands: Sequence, layout: GridLayout, at: dict) -> list:
     return [_pick(x, a, at) for x, a in zip(operands, layout.in_axes)]
 
 
-def _is_held(x: Any, axes: tuple[int, ...], layout: GridLayout) -> bool:
+def _is_held(x: Any, axes: tuple[int, ...], layout: BlockGrid) -> bool:
     """Whether an operand is one that `_read_in_turn` ties to the step."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return (layout.ragged or isinstance(x, TokenPairs)) and narrow and moves(axes)
@@ -191,11 +191,11 @@ class _RowVisit:
     - `complete`: whether each accumulator is complete after one row.
     - `together`: how many columns a step visits, where a row has so many left.
 
-    If the layout is `uniform`, loops are opaque. What is compiled for a turn, and with it the order
-    of sums inside, could else depend on the number of turns. For the same reason a barrier ties
-    what a turn reads to the turn. Where there is one block, it is the same in each turn, and XLA
-    would compute ahead of the loop what depends on nothing else. A product that is not compiled
-    together with its sum is then rounded before it is added.
+    If the layout is `batch_invariant`, loops are opaque. What is compiled for a turn, and with it
+    the order of sums inside, could else depend on the number of turns. For the same reason a
+    barrier ties what a turn reads to the turn. Where there is one block, it is the same in each
+    turn, and XLA would compute ahead of the loop what depends on nothing else. A product that is
+    not compiled together with its sum is then rounded before it is added.
 
     Loops are opaque, too, where several loops add to a block of one array. Otherwise XLA replaces a
     loop of one turn by that turn, and copies the whole array between two such turns. For 8 images
@@ -203,7 +203,7 @@ class _RowVisit:
     """
 
     steps: dict[int, Callable]
-    layout: GridLayout
+    layout: BlockGrid
     operands: Sequence
     order: Any
     ends: list[Array]
@@ -237,14 +237,14 @@ class _RowVisit:
             both = zip(near, layout.in_axes, self.held)
             blocks = [_block_at(x, a, here, last) if moves(a) or tied else x for x, a, tied in both]
             old = [_pick(x, a, here) if moves(a) else x for x, a in zip(local, axes)]
-            if layout.uniform:
+            if layout.batch_invariant:
                 _, blocks = lax.optimization_barrier((jnp.int32(t), blocks))
             new = step(old, blocks)
             return [_put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
         lo, padded = 0, any(isinstance(x, PaddedColumns) for x in operands)
         several = len(self.steps) > 1 or padded or self.together > 1
-        opaque = layout.uniform or (several and any(map(moves, axes)))
+        opaque = layout.batch_invariant or (several and any(map(moves, axes)))
         for n, c in enumerate(sorted(self.steps, reverse=True)):
             hi = end = layout.grid[COL]
             if self.ends:
@@ -294,7 +294,7 @@ class _RowVisit:
 
 def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     steps: dict[int, Callable],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     start: Sequence,
     axes: Sequence[tuple[int, ...]],
@@ -329,7 +329,7 @@ def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by on
     if layout.whole and not vectorise:
         steps = {FULL: steps[FULL]}
     single = math.prod(layout.shape((*batch, ROW, COL))) == 1
-    single = single and not layout.uniform and not (layout.pages and any(map(moves, axes)))
+    single = single and not layout.batch_invariant and not (layout.pages and any(map(moves, axes)))
     if into is None and table is None and single:
         at = dict.fromkeys((*batch, ROW, COL), 0)
         new = steps[max(steps)](None, _blocks_at(operands, layout, at))
@@ -343,9 +343,9 @@ def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by on
     # order, but XLA copies all of the array. Without these copies, 256 images of 48 to 96 tokens
     # took 0.6 to 0.9 of the time, and 0.77 of the memory. A step of 64 rows over 128 keys of
     # float32 took 0.33 of the time.
-    looped = () if layout.uniform or layout.pages else (*batch, ROW, COL)
+    looped = () if layout.batch_invariant or layout.pages else (*batch, ROW, COL)
     dropped = {a for a in looped if layout.grid[a] == 1}
-    windows = not (vectorise or layout.uniform or together > 1)
+    windows = not (vectorise or layout.batch_invariant or together > 1)
     if windows:
         both = zip(operands, layout.in_axes)
         operands = [by_pairs(x, a, layout) if _of_pairs(a) else x for x, a in both]
@@ -375,7 +375,7 @@ def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by on
 
 def _looped(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     steps: dict[int, Callable],
-    layout: GridLayout,
+    layout: BlockGrid,
     table: Any,
     operands: Sequence,
     start: Sequence,
@@ -415,7 +415,7 @@ def _looped(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one
                     for a, x, y, once in zip(axes, done, start, complete)]  # fmt: skip
     if into is not None:
         accumulators = [x if old is None else old for x, old in zip(accumulators, into)]
-    elif layout.turned and layout.stage and layout.grid[ROW] != 1 and not vectorise:
+    elif layout.transposed and layout.stage and layout.grid[ROW] != 1 and not vectorise:
         accumulators = sums_by_tokens(accumulators, axes, places, layout, operands)
     if windows:
         made = zip(accumulators, axes, places)
@@ -425,7 +425,7 @@ def _looped(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one
     if table is not None:
         if vectorise:
             table, table_axes = _shared_table(table), (ROW, COL)
-        order, ends = itinerary(table, sorted(steps, reverse=True))
+        order, ends = kv_order(table, sorted(steps, reverse=True))
         order, ends = vary(order, mixed), [vary(x, mixed) for x in ends]
 
     if layout.padded:
@@ -439,6 +439,6 @@ def _looped(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one
             return row(at, accs)
         a, *left = left
         turn = lambda i, accs: nest(left, {**at, a: i}, accs)
-        return _loop(0, layout.grid[a], turn, accs, layout.uniform)
+        return _loop(0, layout.grid[a], turn, accs, layout.batch_invariant)
 
     return nest([*outer], dict.fromkeys((*batch, ROW), 0), accumulators)

@@ -1,6 +1,6 @@
 """Which code visits the blocks of a grid.
 
-A `Lowering` is static and travels in the `GridLayout` of a sweep or fold. So the choice is made
+A `Lowering` is static and travels in the `BlockGrid` of a sweep or fold. So the choice is made
 once, by the strategy, and every rule of differentiation hands it on. `XLA` visits the blocks by
 loops of ordinary JAX. A kernel for a device is another `Lowering`, in `eqattn/kernels/`. It says
 how large blocks should be, and which calls and visits it cannot do, with the reason. It visits the
@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from .._jax import compiles_for_cpu, partitioned_automatically
 from .._misc import at_most
-from .grid import BlockRequest, BlockSizes, even_size, GridLayout, ROW, whole_size
+from .grid import BlockGrid, BlockRequest, BlockSizes, even_size, ROW, whole_size
 from .steps import columns_together
 
 
@@ -117,7 +117,7 @@ class Lowering(abc.ABC):
 
     def larger_blocks(self, problem: Any) -> BlockSizes | None:
         """A hook for larger blocks than the chosen ones; None keeps these. They are faster if they
-        visit hardly any more, and if each that is masked is a `CORNER` with known parts.
+        visit hardly any more, and if each that is masked is a `DIAGONAL` with known parts.
         """
         return None
 
@@ -177,7 +177,7 @@ class Lowering(abc.ABC):
         """
 
     @abc.abstractmethod
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> dict[str, Any] | None:
         """Chooses how a program runs a visit; None leaves it to `XLA`.
 
         **Arguments:**
@@ -202,7 +202,7 @@ def in_32_bits() -> str:
     return "it computes in 32 bits and jax_enable_x64 is set" if x64 else ""
 
 
-def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
+def loops_over_batch(ctx: Any, layout: BlockGrid) -> bool:
     """Whether to loop over the batch axes: on one CPU, unless blocks are tiny.
 
     Without the loop, all batch elements are in each block. A CPU then computes what is masked for
@@ -217,7 +217,7 @@ def loops_over_batch(ctx: Any, layout: GridLayout) -> bool:
     skips what is hidden from one batch element. So the blocks of all its elements have at most 2^17
     logits, chosen by trial. To measure again, vary them in `bench --only cpu-f32-full-many`.
     """
-    if layout.own_pages or layout.uniform or (layout.live_pairs and not layout.ragged):
+    if layout.own_pages or layout.batch_invariant or (layout.live_pairs and not layout.ragged):
         return True
     if layout.ragged:
         return not partitioned_automatically(ctx)
@@ -357,7 +357,7 @@ class XLALowering(Lowering):
         del jaxpr, is_mask
         return ""
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
+    def lower(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> dict[str, Any]:
         del visits
         vectorise = not loops_over_batch(ctx, layout)
         return loops(vectorise, 1 if vectorise else columns_together(ctx, layout))
@@ -366,7 +366,7 @@ class XLALowering(Lowering):
 XLA = XLALowering()
 
 
-def select_lowering(ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any]:
+def select_lowering(ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> dict[str, Any]:
     """Chooses how a program runs a visit. The lowering of its layout runs it, if it can, and
     otherwise loops of ordinary JAX do.
     """

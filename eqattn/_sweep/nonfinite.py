@@ -79,28 +79,30 @@ def cleaned(value: Array, precision: Any) -> list[Array]:
 
 def cleaned_in_kernel(value: Array) -> list[Array]:
     """The same of a block in a kernel, entry by entry: a pattern that kernels recognise."""
-    poison = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
-    return [zero_nonfinite(value), poison.sum(-1)]
+    nan_flag = jnp.where(jnp.isfinite(value), 0, jnp.nan).astype(value.dtype)
+    return [zero_nonfinite(value), nan_flag.sum(-1)]
 
 
 def poisoned(
-    s: Array, origin: Array, poison: Array | None = None, *, turned: bool = False
+    s: Array, origin: Array, nan_flag: Array | None = None, *, transposed: bool = False
 ) -> Array:
     """The exponentials `exp(s - origin)` of logits `[keys, rows]`, NaN at the visible pairs of each
-    key that is NaN in the `poison`, `[keys]` or `[keys, groups of rows]`. If they are `turned`,
-    logits are `[rows, keys]`, and the `poison` is that of keys.
+    key that is NaN in the `nan_flag`, `[keys]` or `[keys, groups of rows]`. If they are
+    `transposed`, logits are `[rows, keys]`, and the `nan_flag` is that of keys.
     """
-    origin = origin[:, None] if turned else origin[None]
-    if poison is None:
+    origin = origin[:, None] if transposed else origin[None]
+    if nan_flag is None:
         return jnp.exp(s - origin)
-    if turned:
-        poison = poison[None]
+    if transposed:
+        nan_flag = nan_flag[None]
     else:
-        poison = poison.reshape(poison.shape[0], -1, 1)
-        poison = jnp.broadcast_to(poison, (*poison.shape[:2], s.shape[1] // poison.shape[1]))
-        poison = poison.reshape(s.shape)
+        nan_flag = nan_flag.reshape(nan_flag.shape[0], -1, 1)
+        nan_flag = jnp.broadcast_to(
+            nan_flag, (*nan_flag.shape[:2], s.shape[1] // nan_flag.shape[1])
+        )
+        nan_flag = nan_flag.reshape(s.shape)
     # The selection comes before the exponential. XLA:CPU would repeat a later one for each use.
-    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin + poison))
+    return jnp.exp(jnp.where(s == -jnp.inf, s, s - origin + nan_flag))
 
 
 def complete(num: Array, den: Array, top: Array, axis: int) -> list:

@@ -100,16 +100,16 @@ def _dot_on_cpu(a, b, *, contract, lead, precision, operand_dtype):
     # Both operands are summed over their first axis: the left side is transposed. Many small
     # products of that kind are slow. A large one is fastest in pieces, and more accurate so.
     if lead and a.shape[-1] <= _FEW:
-        return product(_turned(a), b, contract=(1, 0))
+        return product(_transposed(a), b, contract=(1, 0))
     if lead and b.shape[-1] <= _FEW:
-        return jnp.swapaxes(product(_turned(b), a, contract=(1, 0)), -1, -2)
+        return jnp.swapaxes(product(_transposed(b), a, contract=(1, 0)), -1, -2)
     if not lead and a.shape[0] > PIECE and a.shape[0] % PIECE == 0:
         a, b = (lax.reshape(x, (len(x) // PIECE, PIECE, x.shape[1])) for x in (a, b))
         return lax.reduce_sum(product(a, b, contract=contract, lead=1), (0,))
     return product(a, b, contract=contract)
 
 
-def _turned(x):
+def _transposed(x):
     """Transposes with an additional axis of size 1, as XLA would undo a plain transpose."""
     return jnp.moveaxis(x[..., None, :, :], -1, -3).squeeze(-2)
 

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax import jaxpr_as_fun, vary, varying_axes
-from .grid import COL, EMPTY, FULL, GridLayout, replaced, ROW
+from .grid import BlockGrid, COL, EMPTY, FULL, replaced, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ColumnsOfDevices:
         """The same for a visit that has only the operands `kept`, `reads` among them."""
         return dataclasses.replace(self, reads=tuple(kept.index(i) for i in self.reads))
 
-    def table(self, operands: Sequence, layout: GridLayout) -> tuple:
+    def table(self, operands: Sequence, layout: BlockGrid) -> tuple:
         """The table of one visit, as a list of one or none, and its grid axes."""
         if self.classify is None:
             return (), None
@@ -83,7 +83,7 @@ def _has_columns_only(axes: tuple[int, ...]) -> bool:
 
 def gathered_traverse(
     steps: dict[int, Callable],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     start: Sequence,
     axes: Sequence[tuple[int, ...]],
@@ -140,7 +140,7 @@ class Rotation(ColumnsOfDevices):
         return [lax.ppermute(x, self.axis, to) for x in xs]
 
 
-def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: GridLayout) -> tuple:
+def in_rows(rows: range, table: Sequence[Array], axes: Any, layout: BlockGrid) -> tuple:
     """A table in which all rows but these are empty, as a list of one, and its grid axes."""
     (whole,) = table or [jnp.full(layout.grid[ROW:], FULL, jnp.int8)]
     row = lax.broadcasted_iota(jnp.int32, whole.shape, whole.ndim + ROW)
@@ -161,7 +161,7 @@ class _RingVisit:
     """
 
     steps: dict[int, Callable]
-    layout: GridLayout
+    layout: BlockGrid
     args: Sequence
     start: Sequence
     axes: Sequence[tuple[int, ...]]
@@ -262,7 +262,7 @@ class _RingVisit:
 
 def ring_traverse(
     steps: dict[int, Callable],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     start: Sequence,
     axes: Sequence[tuple[int, ...]],

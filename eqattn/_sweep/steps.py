@@ -3,9 +3,9 @@
 Functions of logits are written for blocks `[keys, rows]`. In that orientation no product of a
 backward pass needs a large transpose. But the sum over keys of a fold multiplies a transposed block
 of probabilities. A CPU folds faster the other way round, with queries `[rows, features]`. So there
-the same functions are evaluated at transposed arguments, by `evaluate_turned`. On one core of an
-AMD EPYC, forwards of 1024 tokens took 0.92 to 0.96 of the time with 64 features. With 128 they took
-0.86 to 0.90.
+the same functions are evaluated at transposed arguments, by `evaluate_transposed`. On one core of
+an AMD EPYC, forwards of 1024 tokens took 0.92 to 0.96 of the time with 64 features. With 128 they
+took 0.86 to 0.90.
 
 What a sweep does in one block: it evaluates the block function, and adds up its results.
 
@@ -34,7 +34,7 @@ from jaxtyping import Array
 from .._carry import change_of_origin, safe_max
 from .._jax import CALLS, compiles_for_cpu, evaluated, interpret, jaxpr_as_fun, Literal, only_varies
 from .._pairs import POINTWISE
-from .grid import GridLayout, ROW
+from .grid import BlockGrid, ROW
 from .nonfinite import complete, poisoned
 from .products import dot, dot_p, PIECE
 from .tokens import by_tokens, TokenRows
@@ -49,7 +49,7 @@ _AXIS = "columns of a step"
 _MOST_KEYS, _MOST_LOGITS = 384, 2**16
 
 
-def columns_together(ctx: Any, layout: GridLayout) -> int:
+def columns_together(ctx: Any, layout: BlockGrid) -> int:
     """How many columns loops visit in one step, such that few or none are left of those listed. It
     is more than 1 for lists of blocks on a CPU.
     """
@@ -147,7 +147,7 @@ def evaluate(jaxpr: Any, blocks: Sequence) -> list:
     return jaxpr_as_fun(jaxpr)(*[x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals)])
 
 
-def turned_queries(x: Array, axes: tuple[int, ...], layout: GridLayout, lie: bool = True) -> Any:
+def transposed_queries(x: Array, axes: tuple[int, ...], layout: BlockGrid, lie: bool = True) -> Any:
     """Queries of which the loops read blocks `[rows, features]` instead of `[features, rows]`.
 
     Several rows are read where their tokens lie, if they may `lie` there: in a loop over the batch.
@@ -157,19 +157,19 @@ def turned_queries(x: Array, axes: tuple[int, ...], layout: GridLayout, lie: boo
     """
     near = layout.stage == "fold" or x.shape[-2] <= 64
     if lie and near and layout.grid[ROW] != 1:
-        found = by_tokens(x, axes, layout, turned=True)
+        found = by_tokens(x, axes, layout, transposed=True)
         if isinstance(found, TokenRows):
-            return dataclasses.replace(found, turned=False)
+            return dataclasses.replace(found, transposed=False)
     return jnp.swapaxes(x, -1, -2)
 
 
-class _Turned(NamedTuple):
+class _Transposed(NamedTuple):
     """A matrix that is held transposed."""
 
     array: Array
 
 
-def evaluate_turned(jaxpr: Any, blocks: Sequence) -> list[Array]:
+def evaluate_transposed(jaxpr: Any, blocks: Sequence) -> list[Array]:
     """The transposed results of a function of logits, a closed jaxpr.
 
     **Arguments:**
@@ -179,16 +179,16 @@ def evaluate_turned(jaxpr: Any, blocks: Sequence) -> list[Array]:
         queries, is transposed.
     """
     query, *others = (x.astype(a.dtype) for x, a in zip(blocks, jaxpr.in_avals))
-    found = _interpret(jaxpr, [_Turned(query), *others], jaxpr.out_avals[0].shape)
+    found = _interpret(jaxpr, [_Transposed(query), *others], jaxpr.out_avals[0].shape)
     return [_transposed(x) for x in found]
 
 
 def _plain(x: Any) -> Any:
-    return jnp.swapaxes(x.array, 0, 1) if isinstance(x, _Turned) else x
+    return jnp.swapaxes(x.array, 0, 1) if isinstance(x, _Transposed) else x
 
 
 def _transposed(x: Any) -> Any:
-    return x.array if isinstance(x, _Turned) else jnp.swapaxes(x, 0, 1)
+    return x.array if isinstance(x, _Transposed) else jnp.swapaxes(x, 0, 1)
 
 
 def _interpret(closed: Any, args: Sequence, block: tuple[int, ...]) -> list:
@@ -201,24 +201,24 @@ def _interpret(closed: Any, args: Sequence, block: tuple[int, ...]) -> list:
 
 
 def _results(eqn: Any, xs: list, block: tuple[int, ...]) -> list:
-    """The results of an equation whose arguments are arrays, some of them `_Turned`."""
-    turned = any(isinstance(x, _Turned) for x in xs)
-    if turned and eqn.primitive is dot_p and not eqn.params["lead"]:
+    """The results of an equation whose arguments are arrays, some of them `_Transposed`."""
+    transposed = any(isinstance(x, _Transposed) for x in xs)
+    if transposed and eqn.primitive is dot_p and not eqn.params["lead"]:
         # The transpose of a product is the product of the transposes, the second one first.
         (a, b), (i, j) = xs, eqn.params["contract"]
-        i, j = (1 - n if isinstance(x, _Turned) else n for n, x in ((i, a), (j, b)))
-        a, b = (x.array if isinstance(x, _Turned) else x for x in (a, b))
-        return [_Turned(dot_p.bind(b, a, **{**eqn.params, "contract": (j, i)}))]
-    if turned and (eqn.primitive in POINTWISE or only_varies(eqn)):
+        i, j = (1 - n if isinstance(x, _Transposed) else n for n, x in ((i, a), (j, b)))
+        a, b = (x.array if isinstance(x, _Transposed) else x for x in (a, b))
+        return [_Transposed(dot_p.bind(b, a, **{**eqn.params, "contract": (j, i)}))]
+    if transposed and (eqn.primitive in POINTWISE or only_varies(eqn)):
         ys = evaluated(eqn, [_transposed(x) if v.aval.ndim == 2 else x
                              for x, v in zip(xs, eqn.invars)])  # fmt: skip
-        return [_Turned(y) for y in ys]
+        return [_Transposed(y) for y in ys]
     if eqn.primitive is lax.broadcast_in_dim_p and _is_part(eqn.outvars[0].aval.shape, block):
         (x,) = xs
         axes = eqn.params["broadcast_dimensions"]
         x = _transposed(x) if len(axes) == 2 else x
         axes = axes if len(axes) == 2 else [1 - n for n in axes]
-        return [_Turned(lax.broadcast_in_dim(x, eqn.outvars[0].aval.shape[::-1], axes))]
+        return [_Transposed(lax.broadcast_in_dim(x, eqn.outvars[0].aval.shape[::-1], axes))]
     return evaluated(eqn, [_plain(x) for x in xs])
 
 
@@ -231,23 +231,23 @@ def softmax_terms(
     s: Array,
     origin: Array,
     weight: Sequence[Array],
-    poison: Sequence[Array],
-    turned: bool = False,
+    nan_flag: Sequence[Array],
+    transposed: bool = False,
 ) -> tuple[Array, Array]:
     """The terms that a block of logits adds to a softmax.
 
     **Arguments:**
 
-    - `s`: the logits `[keys, rows]`, or `[rows, keys]` if they are `turned`.
+    - `s`: the logits `[keys, rows]`, or `[rows, keys]` if they are `transposed`.
     - `origin`: what is subtracted from the logits of each row, `[rows]`.
     - `weight`: a list of one or none: the factors of dropout, as the logits lie.
-    - `poison`: a list of one or none, as for `poisoned`.
+    - `nan_flag`: a list of one or none, as for `poisoned`.
 
     **Returns:** the factors of the values in the numerator, as the logits lie, and the sums of the
     exponentials `[rows]`, to which dropout does not apply.
     """
-    p = poisoned(s, origin, *poison, turned=turned)
-    return p * weight[0] if weight else p, p.sum(int(turned))
+    p = poisoned(s, origin, *nan_flag, transposed=transposed)
+    return p * weight[0] if weight else p, p.sum(int(transposed))
 
 
 # XLA:CPU turns a transposed left side into a slow product for each matrix of a batch. Where a
@@ -271,14 +271,14 @@ class FoldStep:
     - `logits`, `values`: the block functions of the logits and of the values, as closed jaxprs.
     - `products`: keyword arguments of `dot`, as sorted pairs.
     - `shared`: which of the blocks that the logits read the values read, too.
-    - `turned`: whether logits are computed as `[rows, keys]`, of queries that are transposed.
+    - `transposed`: whether logits are computed as `[rows, keys]`, of queries that are transposed.
     """
 
     logits: Any
     values: Any
     products: tuple
     shared: tuple[int, ...] = ()
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -288,7 +288,7 @@ class FoldStep:
     @property
     def by_rows(self) -> bool:
         """Whether the accumulated numerator is `[rows, v]`."""
-        return self.grouped or self.turned
+        return self.grouped or self.transposed
 
     @property
     def width(self) -> int:
@@ -296,8 +296,8 @@ class FoldStep:
         return self.values.out_avals[0].shape[-1]
 
     def evaluate_logits(self, *blocks: Array) -> list:
-        if self.turned:
-            return evaluate_turned(self.logits, blocks)
+        if self.transposed:
+            return evaluate_transposed(self.logits, blocks)
         return evaluate(self.logits, blocks)
 
     def evaluate_values(self, *blocks: Array) -> list:
@@ -312,7 +312,7 @@ class FoldStep:
         that is `alone` they are `[rows, v]`.
         """
         product = ft.partial(dot, **dict(self.products))
-        if self.turned:
+        if self.transposed:
             return self._in_pieces(kept, v)
         if self.width == 1 and not self.grouped:  # This sum is exact, and fuses with the other.
             return (v * kept).sum(0)[:, None] if alone else (v * kept).sum(0)[None]
@@ -347,24 +347,24 @@ class FoldStep:
         of_values = [blocks[i] for i in read], [moved[i] for i in read]
         logits = at_columns(self.evaluate_logits, blocks[:count], moved[:count], n)
         values = at_columns(self.evaluate_values, *of_values, n)
-        logits = [merged(x, int(self.turned)) for x in logits]
+        logits = [merged(x, int(self.transposed)) for x in logits]
         return self._added(accs, logits, [merged(x, 0) for x in values])
 
     def _added(self, accs: Sequence | None, logits: list, values: list) -> list:
         """The accumulators with a block of `logits` and one of `values`, as these return them."""
-        (s, *weight), (v, *poison) = logits, values
-        turned = self.turned
-        top = s.max(int(turned))
+        (s, *weight), (v, *nan_flag) = logits, values
+        transposed = self.transposed
+        top = s.max(int(transposed))
         if accs is None:
-            kept, den = softmax_terms(s, safe_max(top), weight, poison, turned)
+            kept, den = softmax_terms(s, safe_max(top), weight, nan_flag, transposed)
             num = self.weighted(v, kept, alone=True)
-            return [num, den, top] if poison else complete(num, den, top, -1)
+            return [num, den, top] if nan_flag else complete(num, den, top, -1)
         new = jnp.maximum(accs[2], top)
         # The old maximum is made finite, too. The result does not need that, as the sums of a row
         # that saw nothing are 0. But the loop that XLA:CPU fuses would be shorter without it, and
         # all of its intermediate results would be written to memory.
         origin, scale = change_of_origin(new, safe_max(accs[2]))
-        kept, den = softmax_terms(s, origin, weight, poison, turned)
+        kept, den = softmax_terms(s, origin, weight, nan_flag, transposed)
         num = self.weighted(v, kept, alone=False)
         return [accs[0] * self.spread(scale) + num, accs[1] * scale + den, new]
 
@@ -412,7 +412,7 @@ class SumStep:
         return [y if apart else a + y for a, y, apart in zip(accs, ys, own)]
 
 
-def _vectorised(f: Callable, layout: GridLayout, out_axes: Sequence) -> Callable:
+def _vectorised(f: Callable, layout: BlockGrid, out_axes: Sequence) -> Callable:
     """Maps `f` over the grid's batch axes, which are inside of the blocks. Outputs that lack a
     batch axis are summed over it.
     """
@@ -430,20 +430,20 @@ def _vectorised(f: Callable, layout: GridLayout, out_axes: Sequence) -> Callable
 
 def steps_of(
     visits: Sequence,
-    layout: GridLayout,
+    layout: BlockGrid,
     out_axes: Sequence,
     wanted: Sequence[int],
     vectorise: bool,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> dict[int, Callable]:
     """The steps by which `traverse` adds up the results `wanted` of block functions. Where they are
-    `turned`, the first block, the queries, is read as `[rows, features]`.
+    `transposed`, the first block, the queries, is read as `[rows, features]`.
     """
     steps: dict[int, Callable] = {}
     for c, jaxpr in visits:
 
         def f(*blocks: Any, jaxpr: Any = jaxpr) -> list:
-            blocks = (jnp.swapaxes(blocks[0], 0, 1), *blocks[1:]) if turned else blocks
+            blocks = (jnp.swapaxes(blocks[0], 0, 1), *blocks[1:]) if transposed else blocks
             ys = evaluate(jaxpr, blocks)
             return [ys[i] for i in wanted]
 

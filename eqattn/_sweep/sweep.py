@@ -39,10 +39,10 @@ from .._jax import (
     with_inputs,
 )
 from .._misc import accumulation_dtype
-from .grid import COL, GridLayout, moves, replaced, ROW, unsigned_zeros
+from .grid import BlockGrid, COL, moves, replaced, ROW, unsigned_zeros
 from .lowering import loops, select_lowering
 from .ring import ColumnsOfDevices, ring_traverse
-from .steps import steps_of, turned_queries
+from .steps import steps_of, transposed_queries
 
 
 def closure_convert(fns: dict[int, Callable], avals: Sequence) -> tuple[tuple, list]:
@@ -117,7 +117,7 @@ def sweep(
     in_axes: Sequence[tuple[int, ...]],
     out_axes: Sequence[tuple[int, ...]],
     *,
-    layout: GridLayout,
+    layout: BlockGrid,
     table: Any = None,
     dtypes: Sequence = (),
 ) -> list:
@@ -147,7 +147,7 @@ def sweep_arguments(
     in_axes: Sequence[tuple[int, ...]],
     out_axes: Sequence[tuple[int, ...]],
     *,
-    layout: GridLayout,
+    layout: BlockGrid,
     table: Any = None,
     dtypes: Sequence = (),
 ) -> tuple[list, dict[str, Any]]:
@@ -168,8 +168,8 @@ def sweep_arguments(
 
 
 def _of_what_is_read(
-    visits: tuple, layout: GridLayout, operands: list
-) -> tuple[tuple, GridLayout, list]:
+    visits: tuple, layout: BlockGrid, operands: list
+) -> tuple[tuple, BlockGrid, list]:
     """The same visit without the operands that nothing reads.
 
     The tangent of a function that is linear in some operands does not read them. If it had them
@@ -178,7 +178,7 @@ def _of_what_is_read(
     """
     read = [any(r) for r in zip(*[inputs_read(j) for _, j in visits])]
     looked_up = {*layout.lookups, *(() if layout.ring is None else layout.ring.reads)}
-    if layout.turned:  # Loops transpose the first operand.
+    if layout.transposed:  # Loops transpose the first operand.
         looked_up.add(0)
     read = [r or i in looked_up for i, r in enumerate(read)]
     if all(read):
@@ -191,17 +191,19 @@ def _of_what_is_read(
 def execute(*args, visits, layout, out_axes, dtypes, vectorise, traverse, finishes=False):
     """Evaluates a sweep by the visit that `select_lowering` chose."""
     query = len(args) - len(layout.in_axes)
-    turned = layout.turned and not vectorise and args[query].ndim == len(layout.in_axes[0]) + 2
-    if turned:
+    transposed = (
+        layout.transposed and not vectorise and args[query].ndim == len(layout.in_axes[0]) + 2
+    )
+    if transposed:
         # The fold reads its queries in this form, too. So XLA copies them once, or not at all.
-        rows = turned_queries(args[query], layout.in_axes[0], layout)
+        rows = transposed_queries(args[query], layout.in_axes[0], layout)
         args = replaced(args, [query], [rows])
-    steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise, turned)
+    steps = steps_of(visits, layout, out_axes, range(len(out_axes)), vectorise, transposed)
     zeros = [np.zeros(y.shape, y.dtype) for y in visits[0][1].out_avals]
     if finishes and dtypes and layout.ring is None:
         traverse = ft.partial(traverse, dtypes=dtypes)
     sums = ring_traverse(steps, layout, args, zeros, out_axes, traverse=traverse)
-    sums = [unsigned_zeros(x) if layout.uniform else x for x in sums]
+    sums = [unsigned_zeros(x) if layout.batch_invariant else x for x in sums]
     return [x.astype(d) for x, d in zip(sums, dtypes)] if dtypes else sums
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .grid import COL, GridLayout, HEAD, ROW
+from .grid import BlockGrid, COL, HEAD, ROW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +54,22 @@ class Tokens:
     group: int = 1
     mapped: int | None = None
 
-    def joined(self, x: Array, axes: tuple[int, ...], turned: bool = False) -> Array:
+    def joined(self, x: Array, axes: tuple[int, ...], transposed: bool = False) -> Array:
         """Undoes `cut`.
 
         **Arguments:**
 
         - `x`: blocks `[*axes, group * block, features]`, or `[*axes, features, group * block]` if
-            they are `turned`.
+            they are `transposed`.
         - `axes`: the axes of the grid in front, `axis` and `HEAD` among them.
 
         **Returns:** `[*others, tokens, heads, features]`, with the other axes in front.
         """
-        lead, features = x.shape[: len(axes)], x.shape[-2 if turned else -1]
-        block = (features, self.group, self.block) if turned else (self.group, self.block, features)
-        order, others = self._order(axes, turned)
+        lead, features = x.shape[: len(axes)], x.shape[-2 if transposed else -1]
+        block = (
+            (features, self.group, self.block) if transposed else (self.group, self.block, features)
+        )
+        order, others = self._order(axes, transposed)
         x = x.reshape(*lead, *block)
         if self.mapped is not None:
             # Tokens were cut beside an axis of size 1. Without it, XLA:CPU would not drop the cut.
@@ -79,14 +81,16 @@ class Tokens:
         x = x.reshape(*[lead[i] for i in others], rows * self.block, heads * self.group, features)
         return lax.slice_in_dim(x, 0, self.count, axis=len(others))
 
-    def cut(self, x: Array, axes: tuple[int, ...], sizes: dict[int, int], turned: bool) -> Array:
+    def cut(
+        self, x: Array, axes: tuple[int, ...], sizes: dict[int, int], transposed: bool
+    ) -> Array:
         """Turns `[*others, tokens, heads, features]` into blocks, as `joined` takes them.
 
         **Arguments:**
 
         - `sizes`: the size of each axis of the grid.
         """
-        order, others = self._order(axes, turned)
+        order, others = self._order(axes, transposed)
         n, features = len(others), x.shape[-1]
         rows, heads = sizes[self.axis], sizes[HEAD]
         missing = rows * self.block - x.shape[n]
@@ -94,15 +98,15 @@ class Tokens:
         x = x.reshape(*x.shape[:n], rows, self.block, heads, self.group, features)
         inverse = [order.index(i) for i in range(len(order))]
         x = lax.transpose(x, inverse)
-        block = (features, -1) if turned else (-1, features)
+        block = (features, -1) if transposed else (-1, features)
         return x.reshape(*[sizes[a] for a in axes], *block)
 
-    def _order(self, axes: tuple[int, ...], turned: bool) -> tuple[list[int], list[int]]:
+    def _order(self, axes: tuple[int, ...], transposed: bool) -> tuple[list[int], list[int]]:
         """Where the axes `[*others, rows, block, heads, group, features]` are in blocks, and where
         the others are.
         """
         n = len(axes)
-        features, group, block = (n, n + 1, n + 2) if turned else (n + 2, n, n + 1)
+        features, group, block = (n, n + 1, n + 2) if transposed else (n + 2, n, n + 1)
         others = [i for i, a in enumerate(axes) if a not in (self.axis, HEAD)]
         at, head = axes.index(self.axis), axes.index(HEAD)
         return [*others, at, block, head, group, features], others
@@ -188,13 +192,13 @@ class TokenRows(eqx.Module):
     - `tokens`: `[*others, tokens, heads, features]`, with the other grid axes in front.
     - `axes`: the grid axes of the array.
     - `cut`: how the tokens are cut into blocks.
-    - `turned`: whether blocks are `[features, tokens]` instead.
+    - `transposed`: whether blocks are `[features, tokens]` instead.
     """
 
     tokens: Array
     axes: tuple[int, ...] = eqx.field(static=True)
     cut: Tokens = eqx.field(static=True)
-    turned: bool = eqx.field(static=True)
+    transposed: bool = eqx.field(static=True)
 
     @property
     def dtype(self) -> Any:
@@ -211,38 +215,38 @@ class TokenRows(eqx.Module):
         sizes = [1] * (len(start) - 3) + [self.cut.block, self.cut.group, features]
         x = lax.dynamic_slice(self.tokens, start, sizes, allow_negative_indices=False)
         x = jnp.swapaxes(x.reshape(sizes[-3:]), 0, 1).reshape(-1, features)
-        return x.T if self.turned else x
+        return x.T if self.transposed else x
 
     def put(self, at: dict, block: Array) -> "TokenRows":
         """Replaces the block at the given grid indices."""
-        start, block = self._window(at), block.T if self.turned else block
+        start, block = self._window(at), block.T if self.transposed else block
         block = jnp.swapaxes(block.reshape(self.cut.group, self.cut.block, -1), 0, 1)
         block = block.reshape(*[1] * (len(start) - 3), *block.shape)
         tokens = lax.dynamic_update_slice(self.tokens, block, start, allow_negative_indices=False)
         return dataclasses.replace(self, tokens=tokens)
 
-    def blocks(self, layout: GridLayout) -> Array:
+    def blocks(self, layout: BlockGrid) -> Array:
         """The array as blocks."""
         sizes = dict(zip(self.axes, layout.shape(self.axes)))
-        return self.cut.cut(self.tokens, self.axes, sizes, self.turned)
+        return self.cut.cut(self.tokens, self.axes, sizes, self.transposed)
 
 
-def by_tokens(x: Array, axes: tuple[int, ...], layout: GridLayout, turned: bool) -> Any:
+def by_tokens(x: Array, axes: tuple[int, ...], layout: BlockGrid, transposed: bool) -> Any:
     """An array of blocks as `TokenRows`, if these are whole blocks of tokens with features.
 
     **Arguments:**
 
     - `x`, `axes`: the array, and its grid axes.
-    - `turned`: whether its blocks are `[features, tokens]`.
+    - `transposed`: whether its blocks are `[features, tokens]`.
     """
-    block = x.shape[len(axes) :][:: -1 if turned else 1]
+    block = x.shape[len(axes) :][:: -1 if transposed else 1]
     cut = next((t for t in layout.tokens if t.axis == ROW), None)
     if cut is None or layout.ring is not None or COL in axes or not {HEAD, ROW} <= {*axes}:
         return x
     whole = isinstance(cut.count, int) and cut.count == layout.grid[ROW] * cut.block
     if not whole or len(block) != 2 or block[0] != cut.block * cut.group or 1 in block:
         return x
-    return TokenRows(cut.joined(x, axes, turned), axes, cut, turned)
+    return TokenRows(cut.joined(x, axes, transposed), axes, cut, transposed)
 
 
 def _zero(operands: Sequence, dtype: Any) -> Array:
@@ -265,7 +269,7 @@ def sums_by_tokens(
     accumulators: Sequence[Array],
     axes: Sequence[tuple[int, ...]],
     places: Sequence[tuple[int, ...]],
-    layout: GridLayout,
+    layout: BlockGrid,
     operands: Sequence,
 ) -> list:
     """The first accumulators of a visit, by tokens where they can be.
@@ -285,7 +289,7 @@ def sums_by_tokens(
         whole = x.reshape(layout.shape(place) + x.shape[len(a) :])
         whole = whole + _zero(operands, x.dtype) if late else whole
         # The gradients of queries come as `[features, rows]`.
-        new = by_tokens(whole, place, layout, turned=backward)
+        new = by_tokens(whole, place, layout, transposed=backward)
         found.append(new if isinstance(new, TokenRows) else whole.reshape(x.shape))
     return found
 
@@ -331,7 +335,7 @@ class TokenPairs(eqx.Module):
         pairs = lax.dynamic_update_slice(self.pairs, block, start, allow_negative_indices=False)
         return dataclasses.replace(self, pairs=pairs)
 
-    def blocks(self, layout: GridLayout) -> Array:
+    def blocks(self, layout: BlockGrid) -> Array:
         """The array as blocks. This undoes `joined`."""
         grid = [layout.size(a) for a in self.axes]
         order, cut = _order(self.axes), [*grid, *self.sizes]
@@ -364,7 +368,7 @@ def joined(x: Array, axes: tuple[int, ...], sizes: tuple[int, int, int]) -> Arra
     return x.reshape(*others, *(of.get(a, 1) * n for a, n in zip((HEAD, ROW, COL), sizes)))
 
 
-def sizes_of(shape: tuple[int, ...], layout: GridLayout) -> tuple[int, int, int] | None:
+def sizes_of(shape: tuple[int, ...], layout: BlockGrid) -> tuple[int, int, int] | None:
     """The heads, queries and keys of a block that has a number for each pair of tokens. It is None
     for other blocks, and if `joined` cannot put together what they were cut from.
 
@@ -380,13 +384,13 @@ def sizes_of(shape: tuple[int, ...], layout: GridLayout) -> tuple[int, int, int]
     return heads and (heads, queries, keys)
 
 
-def by_pairs(x: Any, axes: tuple[int, ...], layout: GridLayout) -> Any:
+def by_pairs(x: Any, axes: tuple[int, ...], layout: BlockGrid) -> Any:
     """An array of blocks as `TokenPairs`, if these have a number for each pair of tokens.
 
-    Unless the loops are `turned`, functions of logits transpose each window that they read. XLA:CPU
-    then reads from rows that are far apart, which takes as long as a copy of all pairs. A copy of
-    flags is faster. With windows of flags, gradients under a dense mask took 1.25 of the time on
-    one core of an AMD EPYC.
+    Unless the loops are `transposed`, functions of logits transpose each window that they read.
+    XLA:CPU then reads from rows that are far apart, which takes as long as a copy of all pairs. A
+    copy of flags is faster. With windows of flags, gradients under a dense mask took 1.25 of the
+    time on one core of an AMD EPYC.
 
     **Arguments:**
 
@@ -394,15 +398,13 @@ def by_pairs(x: Any, axes: tuple[int, ...], layout: GridLayout) -> Any:
     """
     shape = x.shape[len(axes) :]
     sizes = sizes_of(shape, layout) if can_lie(layout.tokens, layout.grid) else None
-    near = (layout.turned and layout.stage == "fold") or x.dtype.itemsize > 1
+    near = (layout.transposed and layout.stage == "fold") or x.dtype.itemsize > 1
     if sizes is None or not near:
         return x
     return TokenPairs(joined(x, axes, sizes), axes, sizes, shape)
 
 
-def sum_by_pairs(
-    x: Array, axes: tuple[int, ...], place: tuple[int, ...], layout: GridLayout
-) -> Any:
+def sum_by_pairs(x: Array, axes: tuple[int, ...], place: tuple[int, ...], layout: BlockGrid) -> Any:
     """The first accumulator of a visit, by pairs if it can be.
 
     **Arguments:**

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from .._jax import ad, is_zero, jaxpr_as_fun, Primitive, vary, varying_axes, zero_tangent
 from .fold import with_tables_of_hops
-from .grid import GridLayout, PARTIAL, replaced, ROW
+from .grid import BlockGrid, PARTIAL, replaced, ROW
 from .ring import ring_traverse
 from .steps import evaluate
 from .sweep import block_aval, closure_convert, primitive_rules, sweep
@@ -75,7 +75,7 @@ def _some_greatest(values: Array, places: Array, count: int) -> tuple[Array, Arr
 def top(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one)
     logits: dict[int, Callable],
     operands: Sequence,
-    layout: GridLayout,
+    layout: BlockGrid,
     *,
     count: int,
     place: int,

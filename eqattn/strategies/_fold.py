@@ -20,21 +20,21 @@ from jaxtyping import Array
 from .._carry import Carry, safe_max
 from .._jax import compiled, is_narrow
 from .._misc import even_block
-from .._problem.block_classes import choose_live_blocking, sees_few_keys
-from .._problem.blocking import Blocking, BlockOperand, choose_blocking, layers_in_pages
+from .._problem.block_classes import choose_live_tiling, sees_few_keys
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
 from .._problem.lists import (
-    blocking_of,
     fold_selected,
     key_slots,
     live_blocks,
     live_pairs,
     row_lists,
+    tiling_of,
 )
 from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
 from .._problem.problem import cached, Problem
 from .._problem.shards import accumulate_in_fp32, fold_own_rows, HeadExchange
+from .._problem.tiling import BlockOperand, choose_tiling, layers_in_pages, Tiling
 from .._ring.plan import reach
 from .._sweep.grid import BATCH, HEAD, PARTIAL
 from .._sweep.lowering import Lowering, XLA
@@ -88,7 +88,7 @@ def fold_on_device(
         rest = dict(rest, manual=manual, in_place=in_place)
         return fold_on_device(alone, **rest).merge(visit(added))
     devices = 1 if manual is None else manual.parts(HEAD)
-    blocking = choose_live_blocking(
+    tiling = choose_live_tiling(
         problem,
         block_q,
         block_k,
@@ -98,7 +98,7 @@ def fold_on_device(
         fixed=fixed,
     )
     return fold_problem(
-        problem, blocking, HeadExchange(manual=manual), fused=fused, lowering=lowering
+        problem, tiling, HeadExchange(manual=manual), fused=fused, lowering=lowering
     )
 
 
@@ -110,17 +110,17 @@ def attend_on_device(
     selection, listed, _ = split_list(problem.mask)
     more: dict[str, Any] = {}
     if selection is None:
-        blocking = choose_live_blocking(problem, block_q, block_k, lowering=lowering, fixed=fixed)
+        tiling = choose_live_tiling(problem, block_q, block_k, lowering=lowering, fixed=fixed)
     else:
-        blocking = blocking_of(problem, selection, block_q, block_k, lowering)
-        assert blocking is not None, "visits_once"
-        shown, more = _on_list(problem, selection, blocking, lowering)
+        tiling = tiling_of(problem, selection, block_q, block_k, lowering)
+        assert tiling is not None, "visits_once"
+        shown, more = _on_list(problem, selection, tiling, lowering)
         problem = problem.at_places(lists=False)
         _, listed, _ = split_list(problem.mask)
         problem = shown(problem, None if listed is True else listed)
     spread = HeadExchange(manual=manual)
     more |= dict(fused=fused, lowering=lowering, dtype=dtype)
-    return attend_problem(problem, blocking, spread, **more)
+    return attend_problem(problem, tiling, spread, **more)
 
 
 def visits_once(problem: Problem, *, block_q, block_k, lowering) -> bool:
@@ -130,17 +130,17 @@ def visits_once(problem: Problem, *, block_q, block_k, lowering) -> bool:
     selection, _, always = split_list(problem.mask)
     if selection is None:
         return True
-    in_place = blocking_of(problem, selection, block_q, block_k, lowering) is not None
+    in_place = tiling_of(problem, selection, block_q, block_k, lowering) is not None
     return always is False and in_place
 
 
 def _on_list(
-    problem: Problem, selection: Any, blocking: Blocking, lowering: Lowering
+    problem: Problem, selection: Any, tiling: Tiling, lowering: Lowering
 ) -> tuple[Callable[..., Problem], dict[str, Any]]:
     """A function that gives a problem a mask of what else hides pairs, and what `fold_problem` and
     `attend_problem` are told of a list of blocks.
     """
-    live, several = live_blocks(problem, selection, blocking, lowering), None
+    live, several = live_blocks(problem, selection, tiling, lowering), None
     if lowering is not XLA:
         several = row_lists(problem, selection, lowering) if max(live.shape[-2:]) > 1 else None
 
@@ -148,7 +148,7 @@ def _on_list(
         terms = [x for x in (mask, several) if x is not None]
         return dataclasses.replace(problem, mask=ft.reduce(operator.and_, terms) if terms else None)
 
-    return shown, dict(live=live, live_pairs=live_pairs(selection, blocking))
+    return shown, dict(live=live, live_pairs=live_pairs(selection, tiling))
 
 
 @cached
@@ -160,8 +160,8 @@ def top_on_device(
     """
     block_k = _ranked_keys(count) if block_k is None and not in_place else block_k
     devices = 1 if manual is None else manual.parts(HEAD)
-    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place, devices=devices)
-    return top_of_problem(problem, blocking, HeadExchange(manual=manual), count=count)
+    tiling = choose_tiling(problem, block_q, block_k, in_place=in_place, devices=devices)
+    return top_of_problem(problem, tiling, HeadExchange(manual=manual), count=count)
 
 
 def _ranked_keys(count: int) -> int | None:
@@ -177,11 +177,11 @@ def _visit_of_list(
     """The fold of the pairs that a list names. What it returns takes the problem with what else
     hides pairs as its mask.
     """
-    blocking = blocking_of(problem, selection, block_q, block_k, lowering)
-    if blocking is not None:
-        shown, more = _on_list(problem, selection, blocking, lowering)
+    tiling = tiling_of(problem, selection, block_q, block_k, lowering)
+    if tiling is not None:
+        shown, more = _on_list(problem, selection, tiling, lowering)
         more |= dict(spread=HeadExchange(manual=manual), fused=fused, lowering=lowering)
-        return lambda problem: fold_problem(shown(problem, problem.mask), blocking, **more)
+        return lambda problem: fold_problem(shown(problem, problem.mask), tiling, **more)
     slots, seen = key_slots(problem, selection)
     if manual is not None:  # The gathered problem has other axes than those.
         lowering = XLA
@@ -212,8 +212,8 @@ def _fold_gathered(problem: Problem, *, block_q, block_k, fused, lowering) -> Ca
         block_k = even_block(s, most) or min(most, s)
     elif block_k is None and lowering is XLA and t * heads * s <= 2**15:
         block_k = s
-    blocking = choose_blocking(problem, block_q, block_k, in_place=in_place, lowering=lowering)
-    return fold_problem(problem, blocking, fused=fused, lowering=lowering)
+    tiling = choose_tiling(problem, block_q, block_k, in_place=in_place, lowering=lowering)
+    return fold_problem(problem, tiling, fused=fused, lowering=lowering)
 
 
 @compiled  # outside of `jax.jit`, JAX cannot look at known arrays inside of a `shard_map`
@@ -226,10 +226,10 @@ def fold_sharded(  # noqa: PLR0913 (the seeds' forward and its options)
     Along `axis`, keys and values rotate from device to device, or each device gathers them. Along
     `head_axis`, devices exchange tokens for heads. Either may be None.
     """
-    problem, blocking, spread = _over_devices(
+    problem, tiling, spread = _over_devices(
         problem, block_q, block_k, place, manual, unroll, lowering, fixed
     )
-    return fold_problem(problem, blocking, spread, fused=fused, lowering=lowering)
+    return fold_problem(problem, tiling, spread, fused=fused, lowering=lowering)
 
 
 @compiled
@@ -245,7 +245,7 @@ def top_sharded(
 
 def _over_devices(
     problem: Problem, block_q, block_k, place, manual, unroll, lowering, fixed=False
-) -> tuple[Problem, Blocking, HeadExchange]:
+) -> tuple[Problem, Tiling, HeadExchange]:
     """A problem with the positions of its tokens, its blocking, and the devices that it is spread
     over.
     """
@@ -281,10 +281,8 @@ def _over_devices(
     )
     parts = pieces // group if mesh is None else pieces * n
     shards = n * group if mesh is None else 1
-    blocking = choose_blocking(
-        problem, block_q, block_k, parts, shards, lowering=lowering, fixed=fixed
-    )
-    return problem, blocking, HeadExchange(ring, head_axis, group, manual)
+    tiling = choose_tiling(problem, block_q, block_k, parts, shards, lowering=lowering, fixed=fixed)
+    return problem, tiling, HeadExchange(ring, head_axis, group, manual)
 
 
 @cached
@@ -294,34 +292,34 @@ def fold_dense(problem: Problem) -> tuple[Carry, Array]:
     """
     problem = problem.at_places()
     t, s, heads, _ = problem.sizes
-    blocking = choose_blocking(problem, max(t, 1), max(s, 1))
-    if 0 in (*blocking.grid, t):
-        shape = (blocking.batch, t, heads)
+    tiling = choose_tiling(problem, max(t, 1), max(s, 1))
+    if 0 in (*tiling.grid, t):
+        shape = (tiling.batch, t, heads)
         empty = Carry.empty(shape, problem.value.shape[-1], problem.accumulation_dtype)
-        return empty, jnp.zeros((blocking.batch, heads, t, s), problem.accumulation_dtype)
-    whole = BlockOperands(problem, blocking)
+        return empty, jnp.zeros((tiling.batch, heads, t, s), problem.accumulation_dtype)
+    whole = BlockOperands(problem, tiling)
     logits, weigh = whole.logits(PARTIAL), whole.weigh(PARTIAL)
 
     def block(blocks, values):
         s, *weight = logits(*blocks)
-        v, *poison = weigh(*values)
+        v, *nan_flag = weigh(*values)
         top = s.max(0)
-        kept, den = softmax_terms(s, safe_max(top), weight, poison)
+        kept, den = softmax_terms(s, safe_max(top), weight, nan_flag)
         num = dot(v, kept, (0, 0), **dict(whole.products)).T
         return num, den, jax.lax.stop_gradient(top), kept
 
-    single = {a: n for a, n in zip((BATCH, HEAD), blocking.grid)}
+    single = {a: n for a, n in zip((BATCH, HEAD), tiling.grid)}
     operands = [_whole(x) for x in whole.operands]
     values = [_whole(x) for x in whole.values]
     for axis in (HEAD, BATCH):
         mapped = [0 if axis in x.axes else None for x in whole.operands]
         block = jax.vmap(block, (mapped, 0), axis_size=single[axis])
     num, den, top, kept = block(operands, values)
-    carry = Carry(*[blocking.from_rows(x[:, :, None]) for x in (num, den, top)])
+    carry = Carry(*[tiling.from_rows(x[:, :, None]) for x in (num, den, top)])
     # The inner `where` keeps 1 / 0 out of the derivative for rows that see no key.
     inverse = jnp.where(den == 0, 0, 1 / jnp.where(den == 0, 1, den))
     weights = jnp.swapaxes(kept * inverse[:, :, None], -1, -2)
-    return carry, weights.reshape(blocking.batch, heads, t, s)
+    return carry, weights.reshape(tiling.batch, heads, t, s)
 
 
 def _whole(operand: BlockOperand) -> Array:

@@ -21,7 +21,7 @@ def _times(x, factor: int) -> np.ndarray:
     return x * np.uint64(factor) % np.uint64(FULL)
 
 
-def _turned(x, n: int) -> np.ndarray:
+def _transposed(x, n: int) -> np.ndarray:
     return (x << np.uint64(n) | x >> np.uint64(32 - n)) % np.uint64(FULL)
 
 
@@ -33,7 +33,7 @@ def threefry2x32(key, counter):
     x, y = (_u(counter[0]) + words[0]) % full, (_u(counter[1]) + words[1]) % full
     for r in range(20):
         x = (x + y) % full
-        y = _turned(y, rotations[r % 8]) ^ x
+        y = _transposed(y, rotations[r % 8]) ^ x
         if r % 4 == 3:
             n = r // 4 + 1
             x = (x + words[n % 3]) % full

@@ -14,7 +14,7 @@ import pytest
 
 from eqattn._problem import block_classes, fold, lists as listed_blocks
 from eqattn._sweep import loops, lowering
-from eqattn._sweep.grid import CORNER, EMPTY, FULL, PARTIAL
+from eqattn._sweep.grid import DIAGONAL, EMPTY, FULL, PARTIAL
 from eqattn._sweep.lowering import XLALowering
 from eqattn._sweep.tokens import TokenPairs
 from eqattn.kernels.nvidia.lowering import NvidiaLowering
@@ -188,10 +188,10 @@ def test_cases_on_stairs():
             built = build.build(case)
             call, dynamic = library_call(built)
             with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
-                seen = lambda *xs, f=fold.known_parts, to=found: to.append(f(*xs)) or to[-1]
+                seen = lambda *xs, f=fold.subtile_classes, to=found: to.append(f(*xs)) or to[-1]
                 patch.setattr(fold, "known_parts", seen)
                 jax.eval_shape(call, built.variants[0], dynamic)
-        on_diagonal = ((CORNER, ((PARTIAL, EMPTY), (FULL, PARTIAL))),)
+        on_diagonal = ((DIAGONAL, ((PARTIAL, EMPTY), (FULL, PARTIAL))),)
         assert found and set(found) == {on_diagonal}, case
 
 

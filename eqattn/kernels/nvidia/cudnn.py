@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from ..._carry import named_output
 from ..._misc import concrete
-from ..._sweep.grid import BlockRequest, BlockSizes, GridLayout
+from ..._sweep.grid import BlockGrid, BlockRequest, BlockSizes
 from ..._sweep.lowering import Lowering, XLA
 from ...masks._base import And
 from ...masks._causal import Causal, SlidingWindow
@@ -242,7 +242,7 @@ class CuDNNLowering(Lowering):
             return "blocksize_q and blocksize_k: its blocks are its own; leave them None"
         return _missing()
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> None:
+    def lower(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> None:
         raise ValueError(
             "platform='cudnn': cuDNN computes whole calls and returns no Carry; use "
             "platform='auto' or 'xla'."

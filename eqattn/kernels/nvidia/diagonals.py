@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._sweep.differences import cut_diagonals_p
-from ..._sweep.grid import GridLayout
+from ..._sweep.grid import BlockGrid
 from .operands import Operand, ROWS, Side, WARPGROUP
 from .operations import Value
 from .program import BlockProgram
@@ -45,7 +45,7 @@ class DiagonalOperand(Operand):
         self,
         x: Any,
         axes: tuple[int, ...],
-        layout: GridLayout,
+        layout: BlockGrid,
         side: Side,
         lengths: dict[str, int],
         queries: int,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..._jax import partitioned_automatically
-from ..._sweep.grid import BlockRequest, GridLayout
+from ..._sweep.grid import BlockGrid, BlockRequest
 from ..._sweep.lowering import in_32_bits, loops_over_batch, Lowering
 from .chip import LARGEST_DIM, TILE
 
@@ -81,12 +81,12 @@ class NvidiaLowering(Lowering):
         """The kernels, for which Pallas is imported."""
 
     @abc.abstractmethod
-    def unsupported_storage(self, layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+    def unsupported_storage(self, layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
         """Why no kernel can read a cache where it lies; empty if one can. Arguments are those of
         `unsupported_pieces`.
         """
 
-    def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+    def unsupported_fold(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> str:
         """Why no kernel can run this fold on one device in 32 bits; empty if one can."""
         if layout.ragged:
             from .stored import of_one_head
@@ -98,7 +98,7 @@ class NvidiaLowering(Lowering):
             reason = self.unsupported_dims(ctx, layout, visits)
         return reason or self.unsupported_operation(visits)
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> dict[str, Any] | None:
         if layout.stage not in (("fold",) if layout.ragged else ("fold", "backward")):
             return None
         if not self.runs(ctx, layout, visits):
@@ -115,7 +115,7 @@ class NvidiaLowering(Lowering):
             fold = ft.partial(sums, visits=visits, vectorise=not loops_over_batch(ctx, layout))
         return dict(vectorise=False, traverse=fold, finishes=True)
 
-    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+    def _why_not(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; empty if one can."""
         if reason := self.unavailable():
             return reason
@@ -132,7 +132,7 @@ class NvidiaLowering(Lowering):
     def unsupported_vectors(self, query: Any, value: Any) -> str:
         return _unsupported_sizes(query.shape[-1], value.shape[-1])
 
-    def unsupported_dims(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+    def unsupported_dims(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> str:
         """Why queries or values of a visit are too long for a kernel; empty if they are not."""
         read = visits[0][1].in_avals
         query, value = read[0], layout.split(ctx.avals_in)[1][len(read)]
@@ -146,7 +146,7 @@ class NvidiaLowering(Lowering):
             f"its mask or score has a {name}, which the compiler of kernels does not know"
         )
 
-    def runs(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> bool:
+    def runs(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> bool:
         """Whether a kernel runs a visit. **Raises:** `ValueError` if one must and cannot."""
         platforms = tuple(ctx.module_context.platforms)
         if not self.interpreted and platforms != ("cuda",):
@@ -164,7 +164,7 @@ class NvidiaLowering(Lowering):
             )
         return not reason
 
-    def _others(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+    def _others(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> str:
         """Which other kernels can run a visit, in words; empty if none can."""
         name, other = self.instead() or ("", None)
         if not isinstance(other, NvidiaLowering) or other._why_not(ctx, layout, visits):

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.grid import BlockGrid, COL, ROW
 from ..._sweep.tokens import joined, sizes_of
 from .chip import TILE, WARPGROUP
 from .operations import Value
@@ -44,7 +44,7 @@ def first_row(tile: Any, warpgroup: Any) -> Any:
     return tile * jnp.int32(TILE) + warpgroup * jnp.int32(WARPGROUP)
 
 
-def scale_of(programs: dict[int, PairProgram], layout: GridLayout) -> int | None:
+def scale_of(programs: dict[int, PairProgram], layout: BlockGrid) -> int | None:
     """The argument that is the scale in every class of block, and one number for all blocks."""
     scale, *others = {program.scale for program in programs.values()}
     return None if others or scale is None or layout.in_axes[scale] else scale
@@ -123,7 +123,7 @@ ROWS = Side(ROW, COL, "rk")
 COLUMNS = Side(COL, ROW, "kr")
 
 
-def indices(layout: GridLayout, axes: Sequence[int], element: Any) -> dict[int, Any]:
+def indices(layout: BlockGrid, axes: Sequence[int], element: Any) -> dict[int, Any]:
     """The index on each of some axes of the grid, for an element that is counted over them."""
     at: dict[int, Any] = {}
     for axis in reversed(axes):
@@ -138,12 +138,12 @@ def indices(layout: GridLayout, axes: Sequence[int], element: Any) -> dict[int, 
 class Places:
     """Where a program is on the grid: its index on each batch axis, and on the axis of its side."""
 
-    layout: GridLayout
+    layout: BlockGrid
     side: Side
     at: dict[int, Any]
 
     @classmethod
-    def of(cls, layout: GridLayout, side: Side, element: Any, own: Any) -> "Places":
+    def of(cls, layout: BlockGrid, side: Side, element: Any, own: Any) -> "Places":
         """Finds the place of a program. **Arguments:** the batch element, counted over all batch
         axes, and the block of the side.
         """
@@ -188,7 +188,7 @@ class Operand:
         self,
         x: Any,
         axes: tuple[int, ...],
-        layout: GridLayout,
+        layout: BlockGrid,
         side: Side,
         lengths: dict[str, int],
     ):
@@ -239,7 +239,7 @@ class Operand:
         """Where the block lies in the array, at a block of the other side."""
         return places.place(self.axes, other)
 
-    turned = False
+    transposed = False
     """Whether the array has queries before keys, and a program holds pairs `[keys, rows]`."""
 
     def at(self, place: Any, parts: dict[str, Any]) -> tuple:
@@ -282,7 +282,9 @@ class Operand:
         part = ref.at[self.at(place, parts)]
         if not self.both:
             return self.value(mosaic.load(part, "own"))
-        return self.value(mosaic.load_turned(part) if self.turned else mosaic.load(part, "pairs"))
+        return self.value(
+            mosaic.load_transposed(part) if self.transposed else mosaic.load(part, "pairs")
+        )
 
     @property
     def by_piece(self) -> bool:
@@ -303,7 +305,7 @@ class PairsOperand(Operand):
     `[elements, heads, queries, keys]` instead, and a block is a window of it.
     """
 
-    def __init__(self, x: Any, axes: tuple[int, ...], layout: GridLayout, side: Side, sizes: tuple):
+    def __init__(self, x: Any, axes: tuple[int, ...], layout: BlockGrid, side: Side, sizes: tuple):
         self.axes, self.side, self.bool, self.kind = axes, side, x.dtype == jnp.bool_, side.kinds
         self.heads, self.queries, self.keys = sizes
         self.group = layout.block[1] // self.queries
@@ -317,7 +319,7 @@ class PairsOperand(Operand):
         cls,
         x: Any,
         axes: tuple[int, ...],
-        layout: GridLayout,
+        layout: BlockGrid,
         side: Side,
         lengths: dict[str, int],
     ) -> "PairsOperand | None":
@@ -344,5 +346,5 @@ class PairsOperand(Operand):
         return element, head, moved(rows, query + first), moved(keys, key + keys.start)
 
     @property
-    def turned(self) -> bool:
+    def transposed(self) -> bool:
         return self.kind == "kr"

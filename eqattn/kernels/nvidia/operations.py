@@ -77,8 +77,8 @@ def _sine_of(x: Any, quarters: Any) -> Any:
     for c in _SINE[-2::-1]:
         y = y * square + np.float32(c)
     whole = quarters.astype(jnp.int32)
-    turned = (whole + (whole & 1)) & 2
-    return jnp.where(turned == 0, x * y, -(x * y))
+    transposed = (whole + (whole & 1)) & 2
+    return jnp.where(transposed == 0, x * y, -(x * y))
 
 
 def _sin(x: Any) -> Any:

@@ -15,7 +15,7 @@ from jax import lax
 
 from ..._jax import Literal
 from ..._sweep.differences import cut_diagonals_p
-from ..._sweep.grid import COL, FULL, GridLayout, ROW
+from ..._sweep.grid import BlockGrid, COL, FULL, ROW
 from .operands import divided, indices, Places, rounded_up, ROWS, Side
 from .operations import is_identity
 from .plans import listed_in_order, SumArrays, SumPlan, visited
@@ -105,7 +105,7 @@ class Tiles:
         rounded up as queries are.
     """
 
-    layout: GridLayout
+    layout: BlockGrid
     kept: tuple[int, ...]
     rows: int
     lengths: tuple[int, int]
@@ -168,7 +168,7 @@ class PairVisit:
     - `parts`: how many steps the heads take that share numbers.
     """
 
-    layout: GridLayout
+    layout: BlockGrid
     kept: tuple[int, ...]
     chosen: tuple[int, ...]
     rest: tuple[int, ...]
@@ -244,7 +244,7 @@ class PairArrays(SumArrays):
         programs: dict[int, SumProgram],
         side: Side,
         wanted: int,
-        layout: GridLayout,
+        layout: BlockGrid,
         args: Sequence[Any],
         axes: tuple[int, ...],
         multiple: int = 1,

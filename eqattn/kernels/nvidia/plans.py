@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._sweep.grid import COL, FULL, GridLayout, PARTIAL
-from ..._sweep.loops import itinerary
+from ..._sweep.grid import BlockGrid, COL, FULL, PARTIAL
+from ..._sweep.loops import kv_order
 from ..._sweep.steps import Finish
 from .._program import in_powers_of_two, LOG2E
 from .diagonals import DiagonalOperand, sizes_of
@@ -55,7 +55,7 @@ def lists(table: Any, classes: tuple[int, ...]) -> tuple[Any, Any, Any]:
     else:
         # XLA would sort a table that is known while it compiles, in seconds.
         table = lax.optimization_barrier(table)
-        order, ends = itinerary(table, (FULL, PARTIAL))
+        order, ends = kv_order(table, (FULL, PARTIAL))
         full, live = (x[..., 0] for x in ends)
     xp = np if isinstance(table, np.ndarray) else jnp
     if FULL not in classes:
@@ -181,7 +181,7 @@ class Ending(BlockProgram):
         self,
         finish: Any,
         operands: Sequence,
-        layout: GridLayout,
+        layout: BlockGrid,
         lengths: dict[str, int],
         native: Native = PLAIN,
     ):
@@ -235,7 +235,7 @@ class VisitPlan:
     - `dtype`: the dtype of the matrices that are multiplied.
     """
 
-    layout: GridLayout
+    layout: BlockGrid
     programs: dict[int, Any]
     operands: dict[int, Operand]
     table_axes: tuple[int, ...] | None
@@ -349,7 +349,7 @@ def operand_of(
     programs: dict[int, Any],
     i: int,
     x: Any,
-    layout: GridLayout,
+    layout: BlockGrid,
     side: Side,
     lengths: dict[str, int],
 ) -> Operand:
@@ -380,7 +380,7 @@ class FoldArrays:
     def __init__(
         self,
         steps: dict[int, Any],
-        layout: GridLayout,
+        layout: BlockGrid,
         args: Sequence[Any],
         finish: Any,
         native: Native = PLAIN,
@@ -451,7 +451,7 @@ class SumArrays:
         programs: dict[int, SumProgram],
         side: Side,
         wanted: list[int],
-        layout: GridLayout,
+        layout: BlockGrid,
         args: Sequence[Any],
     ):
         self.programs, self.side, self.layout = programs, side, layout
@@ -499,13 +499,13 @@ class SumArrays:
         for i in (*self.own, *self.streamed):
             of_other = side.other in layout.in_axes[i]
             of = (side.other, self.other) if of_other else (side.own, self.length)
-            turned = first.features[i] == 0
-            matrices[i] = place(layout.in_axes[i], *of, first.size(i), turned)
+            transposed = first.features[i] == 0
+            matrices[i] = place(layout.in_axes[i], *of, first.size(i), transposed)
         results = {}
         for o in (o for o in self.wanted if first.gradient(o).matrix is not None):
             gradient, kept = first.gradient(o), (*layout.batch, side.own)
             size = first.size(gradient.matrix)
-            results[o] = place(kept, side.own, self.length, size, gradient.turned)
+            results[o] = place(kept, side.own, self.length, size, gradient.transposed)
         given = {
             i: operand_of(self.programs, i, x, layout, side, lengths)
             for i, x in enumerate(self.operands)

@@ -58,7 +58,7 @@ class BlockProgram:
         self.settled: dict[Any, Any] = {}
         self.conjunctions = self._conjunctions()
 
-    def settle(self, results: Sequence[Any]) -> None:
+    def prune_selects(self, results: Sequence[Any]) -> None:
         """Finds selections of which only one case counts in some results.
 
         In `select(p, f(select(p, x, y)), 0)` only `x` counts, as where `p` picks `y` the outer
@@ -415,7 +415,7 @@ class PairProgram(BlockProgram):
 
     def __init__(self, closed: Any, native: Native = PLAIN):
         super().__init__(closed, native)
-        self.settle(self.jaxpr.outvars)
+        self.prune_selects(self.jaxpr.outvars)
         self.reads = self.needed(self.jaxpr.outvars)[1]
         self.added: Any = None
         self.scaled = self._scaled()

@@ -35,7 +35,7 @@ from jax import lax
 from ..._carry import change_of_origin
 from ..._jax import evaluated, Literal
 from ..._sweep import loops
-from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.grid import BlockGrid, COL, ROW
 from ..._sweep.nonfinite import complete
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, replaced_jaxpr
@@ -198,7 +198,7 @@ class StoredSizes(abc.ABC):
     shared: bool = False
 
     @classmethod
-    def of(cls, layout: GridLayout, stored: "Stored", **more):
+    def of(cls, layout: BlockGrid, stored: "Stored", **more):
         """The sizes of a visit."""
         keys, rows = layout.block
         parts, value = stored.parts, stored.value
@@ -245,7 +245,7 @@ class StoredSizes(abc.ABC):
         return rounded_up(self.keys, self.tile_k)
 
 
-def unsupported_pieces(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+def unsupported_pieces(layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
     """Why no kernel can read a cache; empty if `stored_in` tells what it is made of.
 
     **Arguments:**
@@ -282,7 +282,7 @@ def _unknown_keys(logits: Any) -> str:
     return "its keys are stored in a way of their own"
 
 
-def stored_in(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> Stored:
+def stored_in(layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> Stored:
     """What the caches are made of whose keys are made of `keys_in(logits)`."""
     pieces, n = keys_in(logits), len(logits.in_avals)
     parts = [operands[part.array] for part in pieces[0]]
@@ -329,7 +329,7 @@ def rows_by_head(x: Any, axes: tuple[int, ...], sizes: StoredSizes) -> Any:
     return x.reshape(*lead, block[0], sizes.padded_rows)
 
 
-def shares_of(layout: GridLayout, sizes: StoredSizes, wanted: int) -> int:
+def shares_of(layout: BlockGrid, sizes: StoredSizes, wanted: int) -> int:
     """Chooses into how many parts the blocks of a row are cut, so that there are at least as many
     programs as are `wanted`.
     """
@@ -352,7 +352,7 @@ class StoredArrays:
     """
 
     def __init__(
-        self, steps: dict[int, Any], layout: GridLayout, args: Sequence[Any], native: Native
+        self, steps: dict[int, Any], layout: BlockGrid, args: Sequence[Any], native: Native
     ):
         self.layout, first = layout, steps[max(steps)]
         self.table, self.operands = layout.split(args)
@@ -414,13 +414,13 @@ class StoredArrays:
         return _merged(of_rows(found[0], sizes.width), *map(of_rows, found[1:]))
 
 
-def _values(first: Any, layout: GridLayout, n: int) -> Pieces:
+def _values(first: Any, layout: BlockGrid, n: int) -> Pieces:
     """The pieces of values, by operands."""
     read = [*layout.shared, *range(n, n + len(first.values.in_avals))]
     return [tuple(part.among(read) for part in piece) for piece in values_in(first.values)]
 
 
-def unsupported_values(first: Any, layout: GridLayout) -> str:
+def unsupported_values(first: Any, layout: BlockGrid) -> str:
     """Why no kernel can read the values of a cache, whose keys it can read; empty if one can.
 
     **Arguments:**
@@ -448,7 +448,7 @@ def _merged(num: Any, den: Any, top: Any) -> list:
 
 def traverse_stored(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],

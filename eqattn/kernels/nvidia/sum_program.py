@@ -22,7 +22,7 @@ from jax import lax
 
 from ..._jax import Literal
 from ..._sweep import loops
-from ..._sweep.grid import COL, GridLayout, ROW
+from ..._sweep.grid import BlockGrid, COL, ROW
 from ..._sweep.products import dot_p
 from ..._sweep.steps import steps_of
 from .chip import LARGEST_DIM
@@ -52,13 +52,13 @@ class Gradient:
     - `side`: the side that it belongs to. The other is summed over.
     - `pairs`: the variable of the block.
     - `matrix`: the argument that is the matrix; None if the result is the block itself.
-    - `turned`: whether the result is `[features, own]`.
+    - `transposed`: whether the result is `[features, own]`.
     """
 
     side: Side
     pairs: Any
     matrix: Any
-    turned: bool
+    transposed: bool
 
 
 class SumProgram(BlockProgram):
@@ -80,7 +80,7 @@ class SumProgram(BlockProgram):
     the axes that are wanted.
     """
 
-    def __init__(self, closed: Any, layout: GridLayout, native: Native = PLAIN):
+    def __init__(self, closed: Any, layout: BlockGrid, native: Native = PLAIN):
         super().__init__(closed, native)
         self.arguments = {v: i for i, v in enumerate(self.jaxpr.invars)}
         self.layout = layout
@@ -89,7 +89,7 @@ class SumProgram(BlockProgram):
         self.cleaned: set[int] = set()
         self.cleaned_first: set[int] = set()
         self.gradients = [self._gradient(v) for v in self.jaxpr.outvars]
-        self.settle([gradient.pairs for gradient in self.gradients if gradient is not None])
+        self.prune_selects([gradient.pairs for gradient in self.gradients if gradient is not None])
 
     def _matrix(self, v: Any) -> tuple[int | None, bool]:
         """The argument, a matrix, that a variable equals, and whether it was cleaned. It is None
@@ -139,7 +139,7 @@ class SumProgram(BlockProgram):
         self._multiplies(i, 1 - contract[at], eqn)
         if cleaned:
             self.cleaned.add(i)
-        return Gradient(COLUMNS if summed is ROWS else ROWS, pairs, i, turned=at == 0)
+        return Gradient(COLUMNS if summed is ROWS else ROWS, pairs, i, transposed=at == 0)
 
     def _multiplies(self, i: int, features: int, eqn: Any) -> None:
         self.features[i] = features
@@ -216,7 +216,7 @@ class SumProgram(BlockProgram):
 def by_kernels(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     forms: dict[type[SumProgram], tuple[Callable[..., Any], Callable[..., Any]]],
     native: Native,
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..._jax import partitioned_automatically
 from ..._misc import even_block
 from ..._pairs import POINTWISE
-from ..._sweep.grid import BlockRequest, BlockSizes, even_size, FEW_ROWS, GridLayout
+from ..._sweep.grid import BlockGrid, BlockRequest, BlockSizes, even_size, FEW_ROWS
 from ..._sweep.lowering import in_32_bits, Lowering
 from .._program import calls, equations
 from ._lists import has_turns, listed, MOST_PAIRS
@@ -228,7 +228,7 @@ class TPULowering(Lowering):
                     return f"has numbers of {aval.dtype}: kernels compute in float32 and int32"
         return ""
 
-    def _why_not(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+    def _why_not(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> str:
         """Why no kernel can run a visit of the grid; the empty string if one can."""
         if not self.interpreted and partitioned_automatically(ctx):
             return (
@@ -249,7 +249,7 @@ class TPULowering(Lowering):
             f"its mask or score has a {name}, which the compiler of kernels does not know"
         )
 
-    def lower(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> dict[str, Any] | None:
+    def lower(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> dict[str, Any] | None:
         known = ("fold",) if layout.ragged else ("fold", "tangent", "backward")
         if layout.stage not in known:
             return None

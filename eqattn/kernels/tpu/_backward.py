@@ -25,7 +25,8 @@ operand. The products of a step for `D = 128` and 1024 x 1024 pairs then stream 
 windows. Three stages run at the same time: `s` and `dp` of the next window, `p`, `ds`, `dv` and
 `dk` of this one, and `dq` of the window before. So nothing waits for another stage.
 
-`TurnedSums` finds these sums in a program; `_turned.py` evaluates the blocks that they add up.
+`TransposedSums` finds these sums in a program; `_transposed.py` evaluates the blocks that they add
+up.
 
 The evaluation of a program with blocks of logits as `[rows, keys]`, window by window.
 """
@@ -45,7 +46,7 @@ from jaxtyping import Array
 from ..._jax import abstract, Literal, primitives
 from ..._pairs import POINTWISE
 from ..._sweep.differences import along_diagonals_p
-from ..._sweep.grid import COL, CORNER, EMPTY, FULL, GridLayout, PARTIAL, ROW
+from ..._sweep.grid import BlockGrid, COL, DIAGONAL, EMPTY, FULL, PARTIAL, ROW
 from ..._sweep.products import dot_p
 from ._chip import STAYING, VMEM, wide_units
 from ._grid import KernelGrid, SumResult
@@ -66,14 +67,14 @@ from ._windows import of_corner, size_of, Window
 from ._work_list import FIRST, kind_of, LAST, row_of, work_list
 
 
-class TurnedEvaluation(Evaluation):
+class TransposedEvaluation(Evaluation):
     """An evaluation whose windows of blocks of logits are transposed: `[rows, keys]`.
 
     Whole values lie as in any `Evaluation`. Numbers that vary only with rows are computed as a row,
     and then copied as a column into each of the lanes, once.
     """
 
-    turned = True
+    transposed = True
 
     def _block(self, v: Any, window: Window) -> Any:
         eqn, (keys, rows) = self.program.maker(v), window
@@ -122,7 +123,7 @@ class TurnedEvaluation(Evaluation):
         keys, rows = map(size_of, self.window)
         return jnp.broadcast_to(y, (rows, keys))
 
-    def turned_part(self, v: Any, flip: bool, dtype: Any, part: slice) -> Any:
+    def transposed_part(self, v: Any, flip: bool, dtype: Any, part: slice) -> Any:
         """The columns `part` of a value in the dtype that a product reads, transposed if `flip`.
 
         If that takes a transpose, each part is transposed separately, at the same time as the
@@ -181,13 +182,13 @@ class _Product:
     dots: dict[Any, tuple[Any, int]]
 
 
-class TurnedSums:
+class TransposedSums:
     """The sums of a program, in a form in which windows `[rows, keys]` add to them.
 
     Its attribute `possible` says whether all results have that form. What is added to such a result
     consists of products with blocks that depend on logits, with selections and factors around them.
-    Or it is such a block itself, where the results are `of_pairs`. `turned` says of each argument
-    whether a product would transpose it as a whole.
+    Or it is such a block itself, where the results are `of_pairs`. `transposed` says of each
+    argument whether a product would transpose it as a whole.
 
     **Arguments:**
 
@@ -213,9 +214,9 @@ class TurnedSums:
         self.sums: list[_Product] = [x for x in found if x is not None]
         wishes: dict = {}
         for eqn in self.firsts:
-            for v, c, turned in zip(eqn.invars, eqn.params["contract"], (1, 0)):
-                wishes.setdefault(program.root(v), []).append(c == turned)
-        self.turned = [all(wishes.get(v, [False])) for v in jaxpr.invars]
+            for v, c, transposed in zip(eqn.invars, eqn.params["contract"], (1, 0)):
+                wishes.setdefault(program.root(v), []).append(c == transposed)
+        self.transposed = [all(wishes.get(v, [False])) for v in jaxpr.invars]
 
     def _depends(self, v: Any) -> bool:
         return not isinstance(v, Literal) and v in self.blocks
@@ -276,7 +277,7 @@ class TurnedSums:
         return isinstance(v, Literal) and not np.any(v.val)
 
     @property
-    def turned_again(self) -> list[Any]:
+    def transposed_again(self) -> list[Any]:
         """The blocks that sums over keys read transposed, each with the dtype of that."""
         found = {}
         for x in self.sums:
@@ -286,7 +287,7 @@ class TurnedSums:
 
     def add(
         self,
-        run: TurnedEvaluation,
+        run: TransposedEvaluation,
         parts: Sequence[Window],
         add: Callable[[int, Any, Array], None],
         scratch: Sequence[Sequence[Any]],
@@ -299,7 +300,8 @@ class TurnedSums:
         - `parts`: the windows.
         - `add`: a function of the index of a sum, a slice of its keys or rows, or the slices of
             both, and what is added there.
-        - `scratch`: for each of `turned_again` two references, for this window and the one before.
+        - `scratch`: for each of `transposed_again` two references, for this window and the one
+        before.
         """
         ahead = self._begun(run, parts[0])
         late: Callable[[], None] = lambda: None
@@ -308,25 +310,27 @@ class TurnedSums:
             if n + 1 < len(parts):
                 ahead = self._begun(run, parts[n + 1])
             late()
-            turned = {}
-            for (v, dtype), refs in zip(self.turned_again, scratch):
-                turned[v, dtype] = ref = refs[n % 2].at[: size_of(window[0]), : size_of(window[1])]
+            transposed = {}
+            for (v, dtype), refs in zip(self.transposed_again, scratch):
+                transposed[v, dtype] = ref = refs[n % 2].at[
+                    : size_of(window[0]), : size_of(window[1])
+                ]
                 ref[...] = here.block(v).astype(dtype).T
             for i, x in enumerate(self.sums if self.of_pairs else ()):
                 add(i, window[::-1], here.block(x.rest))
-            self._add(COL, here, window, turned, add)
-            late = ft.partial(self._add, ROW, here, window, turned, add)
+            self._add(COL, here, window, transposed, add)
+            late = ft.partial(self._add, ROW, here, window, transposed, add)
         late()
 
     def _add(
-        self, kept: int, run: TurnedEvaluation, window: Window, turned: dict, add: Callable
+        self, kept: int, run: TransposedEvaluation, window: Window, transposed: dict, add: Callable
     ) -> None:
         """Adds what a window contributes to the sums that are `kept` for keys, or for rows."""
         for i, x in enumerate(self.sums):
             if x.kept == kept:
-                add(i, window[kept == ROW], self._added(run, x, x.rest, window, turned))
+                add(i, window[kept == ROW], self._added(run, x, x.rest, window, transposed))
 
-    def _begun(self, run: TurnedEvaluation, window: Window) -> TurnedEvaluation:
+    def _begun(self, run: TransposedEvaluation, window: Window) -> TransposedEvaluation:
         """The evaluation of a window, with its products of keys and queries."""
         here = run.at(window)
         for eqn in self.firsts:
@@ -334,7 +338,7 @@ class TurnedSums:
         return here
 
     def _added(
-        self, run: TurnedEvaluation, x: _Product, v: Any, window: Window, turned: dict
+        self, run: TransposedEvaluation, x: _Product, v: Any, window: Window, transposed: dict
     ) -> Any:
         """What a window adds to a sum, `[D, keys]` or `[D, rows]`."""
         keep, summed = window if x.kept == COL else window[::-1]
@@ -342,9 +346,9 @@ class TurnedSums:
             eqn, at = x.dots[v]
             other, axis = eqn.invars[1 - at], eqn.params["contract"][1 - at]
             dtype = eqn.params["operand_dtype"]
-            left = run.turned_part(other, axis == 0, dtype, summed)
+            left = run.transposed_part(other, axis == 0, dtype, summed)
             if x.kept == ROW:
-                right = turned[eqn.invars[at], dtype or jnp.float32][...]
+                right = transposed[eqn.invars[at], dtype or jnp.float32][...]
             else:
                 right = run.block(eqn.invars[at])
                 right = right if dtype is None else right.astype(dtype)
@@ -353,12 +357,12 @@ class TurnedSums:
             return run.value(v)
         eqn = self.program.maker(v)
         if eqn is not None and eqn.primitive in POINTWISE:
-            return run.pointwise(eqn, lambda u: self._added(run, x, u, window, turned))
+            return run.pointwise(eqn, lambda u: self._added(run, x, u, window, transposed))
         return run.value(v, x.flipped)[:, keep]
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnedStep:
+class TransposedStep:
     """A step of the kernel that adds windows `[rows, keys]`.
 
     **Arguments:**
@@ -367,30 +371,30 @@ class TurnedStep:
     - `forms`: the sums of each class of block.
     """
 
-    layout: GridLayout
-    forms: dict[int, TurnedSums]
+    layout: BlockGrid
+    forms: dict[int, TransposedSums]
 
     @classmethod
     def of(
         cls,
-        layout: GridLayout,
+        layout: BlockGrid,
         programs: dict[int, Program],
         wanted: Sequence[int],
         of_pairs: bool = False,
     ) -> "TurnedStep | None":
         """The step of these programs, or None if another form of it serves, or serves better."""
-        step = cls(layout, {c: TurnedSums(p, wanted, of_pairs) for c, p in programs.items()})
+        step = cls(layout, {c: TransposedSums(p, wanted, of_pairs) for c, p in programs.items()})
         possible = all(x.possible for x in step.forms.values())
         return step if possible and suits(step) else None
 
     @property
-    def main(self) -> TurnedSums:
+    def main(self) -> TransposedSums:
         """The sums of a block all of whose pairs are visible."""
         return self.forms[max(self.forms)]
 
     @property
     def corner(self) -> list[Window]:
-        """The windows that a pair of class `CORNER` skips; empty if such a pair is on no list."""
+        """The windows that a pair of class `DIAGONAL` skips; empty if such a pair is on no list."""
         if not self.layout.corner or PARTIAL not in self.forms:
             return []
         return of_corner(self.layout, windows(*self.layout.block, masked=True))
@@ -402,7 +406,9 @@ class TurnedStep:
         """
         at, to = windows(*self.layout.block, masked=False)[0]
         shape = size_of(at), size_of(to)
-        return [pltpu.VMEM(shape, dtype) for _, dtype in self.main.turned_again for _ in range(2)]
+        return [
+            pltpu.VMEM(shape, dtype) for _, dtype in self.main.transposed_again for _ in range(2)
+        ]
 
     def run(
         self,
@@ -417,23 +423,23 @@ class TurnedStep:
         **Arguments:**
 
         - `load`, `flipped`: those of `Evaluation`.
-        - `add`: as for `TurnedSums.add`.
+        - `add`: as for `TransposedSums.add`.
         - `scratch`: references to the memory of that name.
         """
         pairs = [scratch[i : i + 2] for i in range(0, len(scratch), 2)]
         forms = [(c, c, []) for c in self.forms]
         if self.corner:
-            forms.append((CORNER, PARTIAL, self.corner))
+            forms.append((DIAGONAL, PARTIAL, self.corner))
         for own, c, skip in forms:
             parts = windows(*self.layout.block, masked=c != max(self.forms))
             parts = [x for x in parts if x not in skip]
 
             @pl.when(kind == own)
             def _(sums=self.forms[c], parts=parts):
-                sums.add(TurnedEvaluation(sums.program, load, flipped), parts, add, pairs)
+                sums.add(TransposedEvaluation(sums.program, load, flipped), parts, add, pairs)
 
 
-def suits(step: TurnedStep) -> bool:
+def suits(step: TransposedStep) -> bool:
     """Whether a kernel is faster with this step: where matrix units are wide, products read
     bfloat16, and gradients of keys or values are summed.
 
@@ -451,7 +457,7 @@ def suits(step: TurnedStep) -> bool:
 
 
 def together(
-    layout: GridLayout, start: Sequence, axes: Sequence[tuple[int, ...]], into: Sequence | None
+    layout: BlockGrid, start: Sequence, axes: Sequence[tuple[int, ...]], into: Sequence | None
 ) -> tuple[list[int], list[int]]:
     """The outputs that one kernel computes, and which of them stay in vector memory meanwhile.
 
@@ -486,7 +492,7 @@ class _Sum:
     - `operands`: the number of the sweep's operands, read or not.
     - `given`: the operands that a program reads, by index.
     - `old`: the accumulators of an earlier visit to go on with, by the index of the output.
-    - `turned`: the step that adds windows `[rows, keys]`, or None.
+    - `transposed`: the step that adds windows `[rows, keys]`, or None.
     """
 
     grid: KernelGrid
@@ -500,7 +506,7 @@ class _Sum:
     operands: int
     given: dict[int, KernelOperand]
     old: dict[int, KernelOperand]
-    turned: TurnedStep | None
+    transposed: TransposedStep | None
 
     @property
     def apart(self) -> list[int]:
@@ -545,8 +551,8 @@ class _Sum:
                 ref[...] = self.read(i, ids, work_ref, ins).T
 
         pl.when(begin)(lambda: clear(self.stay))
-        if self.turned:
-            self.add_turned(pair, ids, work_ref, ins, sums, kept, left)
+        if self.transposed:
+            self.add_transposed(pair, ids, work_ref, ins, sums, kept, left)
         else:
             self.add(pair, ids, work_ref, ins, sums)
         pl.when(last)(lambda: write(self.group))
@@ -559,14 +565,14 @@ class _Sum:
         """The operands whose blocks change only from one group of the list to the next. Additional
         memory holds their transposes from the first pair of a group to its last.
         """
-        if not self.turned:
+        if not self.transposed:
             return []
-        turned = self.turned.main.turned[self.accumulators :]
+        transposed = self.transposed.main.transposed[self.accumulators :]
         kept = {*self.lead, ROW if self.results[self.group[0]].axes[-1] == ROW else COL}
         return [
             i
             for i, x in self.given.items()
-            if turned[i] and len(x.shape) == 2 and kept.issuperset(x.axes)
+            if transposed[i] and len(x.shape) == 2 and kept.issuperset(x.axes)
         ]
 
     @property
@@ -578,13 +584,13 @@ class _Sum:
         for i in self.kept:
             x = self.given[i]
             found.append(pltpu.VMEM(x.shape[::-1], x.array.dtype))
-        return found + (self.turned.scratch if self.turned else [])
+        return found + (self.transposed.scratch if self.transposed else [])
 
     def read(self, i: int, ids: Sequence, work_ref: Any, ins: dict, as_row: bool = False) -> Any:
         """The block of an operand."""
         return self.grid.read(self.given[i], ins[i], ids, (work_ref,), as_row=as_row)
 
-    def add_turned(
+    def add_transposed(
         self,
         pair: Any,
         ids: Sequence,
@@ -601,7 +607,7 @@ class _Sum:
         - `kept`: the references of the operands that are `kept`.
         - `scratch`: those of blocks turned again.
         """
-        step = self.turned
+        step = self.transposed
         assert step is not None
         n, order = self.accumulators, [*self.results]
         load: list = [None] * (n + self.operands)
@@ -648,7 +654,7 @@ class _Sum:
 
 def _plan(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     start: Sequence,
     kept: tuple[int, ...],
@@ -669,13 +675,13 @@ def _plan(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     programs = {c: program(step) for c, step in sorted(steps.items(), reverse=True)}
     windows = {i: pairs_in_place(held[i].shape, layout) for i in wanted}
     of_pairs = into is None and None not in windows.values()
-    turned = TurnedStep.of(layout, programs, wanted, of_pairs)
-    if not (turned and of_pairs):
+    transposed = TransposedStep.of(layout, programs, wanted, of_pairs)
+    if not (transposed and of_pairs):
         windows = {}
     summed = tuple(a for a in layout.batch if a not in kept)
     lead = tuple(a for a in layout.batch if a in kept)
     table_axes = list(layout.table_axes or (ROW, COL))[:-2]
-    if turned is None or not turned.corner or set(table_axes) & set(summed):
+    if transposed is None or not transposed.corner or set(table_axes) & set(summed):
         table, operands = layout.known_without_corners(args)
     else:
         table, operands = layout.split_known(args)
@@ -691,18 +697,18 @@ def _plan(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
 
     for j, i in enumerate(wanted):
         last = into is None and i in stay and results[i].apart and turns(held[i])
-        flipped = turned is not None and turned.main.sums[j].flipped
+        flipped = transposed is not None and transposed.main.sums[j].flipped
         heads = heads_of_rows(layout) if last else 1
-        form: Any = dict(flipped=flipped, turned=last, heads=heads, window=windows.get(i))
+        form: Any = dict(flipped=flipped, transposed=last, heads=heads, window=windows.get(i))
         results[i] = dataclasses.replace(results[i], **form)
     main = next(iter(programs.values()))
 
     def flips(i):  # queries, which a step needs both ways, lie as projections write them
         rows = turns(blocks[i]) and ROW in layout.in_axes[i] and kept[-1] == COL
-        if not turned:
+        if not transposed:
             queries = rows and blocks[i].shape[1] == layout.block[1] != blocks[i].shape[0]
             return queries or (matrix(blocks[i]) and main.flipped[n + i])
-        return rows and turned.main.turned[n + i]
+        return rows and transposed.main.transposed[n + i]
 
     given = {}
     for i, x in enumerate(operands):
@@ -710,18 +716,18 @@ def _plan(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
             axes, flipped = layout.in_axes[i], flips(i)
             heads, pairs = _heads_of(blocks[i], axes, flipped, layout), None
             if not main.multiplied[n + i]:
-                pairs = PairsOperand.of(x, axes, layout, turned is not None)
+                pairs = PairsOperand.of(x, axes, layout, transposed is not None)
             given[i] = pairs or KernelOperand(x, axes, flipped, heads=heads)
     old = {
         i: KernelOperand(x.reshape(*layout.shape(y.lies), *y.whole), y.lies, as_lies=True)
         for i, y in results.items()
         if into is not None and (x := into[i]) is not None
     }
-    shared = results, programs, len(operands), given, old, turned
+    shared = results, programs, len(operands), given, old, transposed
     return _Sum(grid, lead, summed, group, stay, n, *shared), work
 
 
-def _heads_of(block: Any, axes: tuple[int, ...], flipped: bool, layout: GridLayout) -> int:
+def _heads_of(block: Any, axes: tuple[int, ...], flipped: bool, layout: BlockGrid) -> int:
     """How many heads an operand is given by. One that has the queries of rows as vectors is, unless
     these are as long as they are many.
     """
@@ -732,7 +738,7 @@ def _heads_of(block: Any, axes: tuple[int, ...], flipped: bool, layout: GridLayo
 
 def visit_sum(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     start: Sequence,
     kept: tuple[int, ...],

@@ -73,7 +73,7 @@ def wide_units() -> bool:
     return generation() >= 6
 
 
-def heads_abreast(pairs: int, width: int) -> int:
+def most_heads_per_step(pairs: int, width: int) -> int:
     """How many heads a step of the forward visits.
 
     Where matrix units are wide, the products of a pair of blocks take 1,600 cycles, and the rest of

@@ -53,7 +53,7 @@ from jaxtyping import Array
 
 from ..._carry import Carry, change_of_origin
 from ..._jax import abstract, Literal
-from ..._sweep.grid import COL, EMPTY, FEW_ROWS, GridLayout
+from ..._sweep.grid import BlockGrid, COL, EMPTY, FEW_ROWS
 from ..._sweep.products import grouped_dot_p
 from ._chip import cores, VMEM
 from ._grid import KernelGrid, split_at, tables_of
@@ -329,7 +329,7 @@ class FoldedRows:
         ]
 
 
-class FlatHeadsProgram:
+class PackedGQADecode:
     """A program of blocks, and the role of each of its arguments in the flat form.
 
     The roles are `"query"`, `[n, rows]`; `"matrix"`, keys or values `[keys, groups, n]` or parts of
@@ -426,7 +426,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        wide: FlatHeadsProgram,
+        wide: PackedGQADecode,
         load: Sequence[Callable | None],
         folded: FoldedRows,
         part: slice,
@@ -496,7 +496,7 @@ class _Evaluation:
         return matrix.times(by)
 
 
-def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -> dict | None:
+def decode_programs(steps: dict[int, Any], layout: BlockGrid, args: Sequence) -> dict | None:
     """The logits of each class of block, and under `"values"` the values, in the flat form.
 
     **Returns:** None where the general forward kernel must run: for more than `FEW_ROWS` rows, and
@@ -510,9 +510,9 @@ def decode_programs(steps: dict[int, Any], layout: GridLayout, args: Sequence) -
     groups = step.values.out_avals[0].shape[1]
     forms = {}
     for c, s in steps.items():
-        logits = FlatHeadsProgram(Program(s.evaluate_logits, blocks[:n]), keys, groups, rows)
+        logits = PackedGQADecode(Program(s.evaluate_logits, blocks[:n]), keys, groups, rows)
         forms[c] = logits if len(logits.program.outs) == 1 else None
-    forms["values"] = FlatHeadsProgram(Program(_first(step), blocks[n:]), keys, groups, rows)
+    forms["values"] = PackedGQADecode(Program(_first(step), blocks[n:]), keys, groups, rows)
     return forms if all(f is not None and f.possible for f in forms.values()) else None
 
 
@@ -536,8 +536,8 @@ class _Decode:
     """
 
     grid: KernelGrid
-    logits: dict[int, FlatHeadsProgram]
-    values: FlatHeadsProgram
+    logits: dict[int, PackedGQADecode]
+    values: PackedGQADecode
     ahead: dict[int, KernelOperand]
     behind: dict[int, KernelOperand]
     own: OwnColumns
@@ -710,7 +710,7 @@ class _Decode:
 
 
 def _plan(
-    forms: dict, steps: dict[int, Any], layout: GridLayout, args: Sequence, kept: tuple[int, ...]
+    forms: dict, steps: dict[int, Any], layout: BlockGrid, args: Sequence, kept: tuple[int, ...]
 ) -> tuple[_Decode, Any, Array | None]:
     """Plans the kernel of `visit_decode`. It returns the plan, the list of pairs, and the `seen` of
     `merged`.
@@ -741,7 +741,7 @@ def _plan(
 def visit_decode(
     forms: dict,
     steps: dict[int, Any],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     kept: tuple[int, ...],
     interpret: Any,

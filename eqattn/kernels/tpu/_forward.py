@@ -39,11 +39,11 @@ from jaxtyping import Array
 
 from ..._carry import change_of_origin
 from ..._jax import abstract
-from ..._sweep.grid import COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
+from ..._sweep.grid import BlockGrid, COL, DIAGONAL, EMPTY, FULL, HEAD, PARTIAL, ROW
 from ..._sweep.steps import Finish
 from ..._sweep.tokens import from_heads
 from .._program import LOG2E
-from ._chip import heads_abreast, SPARE, sums_by_product, VMEM, wide_units
+from ._chip import most_heads_per_step, SPARE, sums_by_product, VMEM, wide_units
 from ._grid import KernelGrid, split_at, tables_of
 from ._operands import (
     abstract_blocks,
@@ -91,7 +91,7 @@ class FoldSpec:
     - `precision`: the precision of the products, as for `lax.dot_general`.
     """
 
-    layout: GridLayout
+    layout: BlockGrid
     logits: dict[int, Program]
     values: dict[int, Program]
     width: int
@@ -170,7 +170,7 @@ class FoldStepBody:
     most: Any
     weights: Sequence[Any]
     aside: Callable[[int, int], None] | None
-    settle: Callable[[], None] | None
+    prune_selects: Callable[[], None] | None
     given: Callable[[], Array] | None
 
     def clear(self) -> None:
@@ -194,7 +194,7 @@ class FoldStepBody:
             total = total[:half] + total[half:]
         return total.astype(jnp.float32).sum(0)
 
-    def poison(self) -> None:
+    def nan_flag(self) -> None:
         """Makes the logits of the pair before NaN where a value that is not finite is visible.
 
         A hidden value must not reach a row, and 0 * inf is NaN. So the values of such a pair are
@@ -261,8 +261,8 @@ class FoldStepBody:
                 begun = x.at.start != begins[x.to.start]
                 ref[:, x.to] = (old if begun else old * scale[:, x.to]) + term
         self.top[...] = now
-        if self.settle:
-            self.settle()
+        if self.prune_selects:
+            self.prune_selects()
 
     def keep(self, part: Part, new: Sequence[Any] | None) -> None:
         """Keeps the logits of a window, and its dropout weights, for the next step."""
@@ -323,7 +323,7 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
     | `after_corner`   | full                      | all windows but a corner      |
     | `unclean`        | partial                   | values cleaned, all windows   |
 
-    The forms that skip a corner run only for pairs of class `CORNER`.
+    The forms that skip a corner run only for pairs of class `DIAGONAL`.
 
     **Arguments:**
 
@@ -335,10 +335,10 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
     full, some, layout = form.full, form.some, form.layout
     everything, hidden = windows(layout, FULL), windows(layout, PARTIAL, half=True)
     some_hidden = with_known_parts(layout, PARTIAL, half=True)
-    corner, after = with_known_parts(layout, CORNER, half=True), with_corner(layout, CORNER)
+    corner, after = with_known_parts(layout, DIAGONAL, half=True), with_corner(layout, DIAGONAL)
     alone = only_corners(layout)
     if alone:
-        after = with_known_parts(layout, CORNER)
+        after = with_known_parts(layout, DIAGONAL)
     beside_corner = beside(layout, corner)
     skip = all(any(x.kind == EMPTY for x in parts) for parts in (corner, after))
 
@@ -356,9 +356,9 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
         if found is not None:
             found[0] = look()
 
-    def poison():
+    def nan_flag():
         for body in bodies:
-            body.poison()
+            body.nan_flag()
 
     def plain():
         visit(everything, everything, full)
@@ -373,7 +373,7 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
         visit(everything, after, full)
 
     def unclean():
-        poison()
+        nan_flag()
         if not alone:
             partial(hidden, beside(layout, hidden), some)
             return
@@ -388,19 +388,19 @@ def run(bodies: Sequence[FoldStepBody], pair: Any, before: Any, found: Any = Non
         lax.cond(
             kind == full,
             after_corner if skip else plain,
-            lambda: lax.cond(kind == CORNER, without_corner, masked) if mixed else with_mask(),
+            lambda: lax.cond(kind == DIAGONAL, without_corner, masked) if mixed else with_mask(),
         )
 
     if some == full:
         if form.poisons:
-            pl.when(look() != 0)(poison)
+            pl.when(look() != 0)(nan_flag)
         plain()
         return
     # The most frequent step is behind one branch, as each branch costs all steps 10 to 20
     # cycles in the schedules of `tpu-report`.
     dirty, frequent = jnp.int32(0), kind == full
     if skip:
-        frequent &= last != CORNER
+        frequent &= last != DIAGONAL
     if form.poisons:
         known = look if found is None else lambda: found[0]
         dirty = lax.cond(last == full, lambda: jnp.int32(0), known)
@@ -471,7 +471,7 @@ class _Fold:
         if self.early:
             x = self.behind[0]
             shapes.append(((2, *x.shape[::-1]), x.array.dtype))
-        return [pltpu.VMEM((self.grid.abreast, *shape), dtype) for shape, dtype in shapes]
+        return [pltpu.VMEM((self.grid.heads_per_step, *shape), dtype) for shape, dtype in shapes]
 
     @property
     def flags(self) -> list:
@@ -489,8 +489,10 @@ class _Fold:
     def nbytes(self) -> int:
         """The bytes of vector memory that operands, results and scratch take."""
         nbytes = sum(nbytes_of(x.shape, x.dtype) for x in self.scratch)
-        nbytes += self.grid.abreast * sum(x.nbytes for x in self.given)
-        return nbytes + self.grid.abreast * sum(2 * nbytes_of(x.shape, x.dtype) for x in self.outs)
+        nbytes += self.grid.heads_per_step * sum(x.nbytes for x in self.given)
+        return nbytes + self.grid.heads_per_step * sum(
+            2 * nbytes_of(x.shape, x.dtype) for x in self.outs
+        )
 
     def kernel(self, work_ref: Any, *refs: Any) -> None:  # noqa: C901 (one branch for each form of the step)
         """One step: the logits of its pair, what the pair before adds, and the ends of rows."""
@@ -507,25 +509,27 @@ class _Fold:
         running, ended = ids[-1] > 0, (before & LAST) != 0
         scratch, flags = split_at(left, len(left) - len(self.flags))
         bodies = []
-        for head in range(grid.abreast):
+        for head in range(grid.heads_per_step):
             num, den, top, s, most, *others = [ref.at[head] for ref in scratch]
-            weights, turned = split_at(others, form.weighted)
+            weights, transposed = split_at(others, form.weighted)
             of_head = ft.partial(read, head=head)
             load, lie = _readers(form.logits[form.full], self.ahead, ins, of_head)
             fetch, lie_before = _readers(
                 form.values[form.full], self.behind, vals, ft.partial(of_head, lag=1)
             )
-            aside = given = settle = None
+            aside = given = prune_selects = None
             if self.early:
-                there, here = (turned[0].at[i] for i in range(2))
+                there, here = (transposed[0].at[i] for i in range(2))
                 aside = ft.partial(_turn, here, self.behind[0], vals[0], of_head)
-                settle = ft.partial(_copy, here, there)
+                prune_selects = ft.partial(_copy, here, there)
                 fetch[0], lie_before[0] = (lambda there=there: there[...]), True
                 if flags:
                     given = ft.partial(of_head, self.behind[0], vals[0])
             state = num, den, top, s, most, weights
             bodies.append(
-                FoldStepBody(form, load, lie, fetch, lie_before, *state, aside, settle, given)
+                FoldStepBody(
+                    form, load, lie, fetch, lie_before, *state, aside, prune_selects, given
+                )
             )
 
         def clear():
@@ -552,7 +556,7 @@ class _Fold:
                 given = zip(self.ends, ends.values())
                 blocks = [read(x, ref, lag=1, head=head) for x, ref in given]
                 for ref, y in zip(outs.values(), self.finished(accs, blocks)):
-                    place = ref.at[head] if grid.abreast > 1 else ref
+                    place = ref.at[head] if grid.heads_per_step > 1 else ref
                     place[...] = y.reshape(place.shape)
             if not start:
                 clear()  # the next row needs it, and values move out meanwhile
@@ -594,7 +598,7 @@ def _readers(
 
 def _plan(
     steps: dict[int, Any],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     kept: tuple[int, ...],
     finish: Any,
@@ -614,8 +618,10 @@ def _plan(
         narrow=dict(full.products)["operand_dtype"],
         precision=dict(full.products)["precision"],
     )
-    abreast = _heads_abreast(form, kept) if into is None else 1
-    grid, work = KernelGrid.of(table, layout, kept, max(steps), drain=1, abreast=abreast)
+    heads_per_step = _heads_per_step(form, kept) if into is None else 1
+    grid, work = KernelGrid.of(
+        table, layout, kept, max(steps), drain=1, heads_per_step=heads_per_step
+    )
 
     def given_to(programs, start):
         """The operands from `start` on that a program of some class reads."""
@@ -649,7 +655,7 @@ def _plan(
     return _Fold(grid, form, ahead, behind, early, ends, start, whole, heads), work
 
 
-def _heads_abreast(form: FoldSpec, kept: tuple[int, ...]) -> int:
+def _heads_per_step(form: FoldSpec, kept: tuple[int, ...]) -> int:
     """How many heads a step visits, which must have the same pairs. With dropout it is one, as its
     instructions are many.
     """
@@ -657,13 +663,13 @@ def _heads_abreast(form: FoldSpec, kept: tuple[int, ...]) -> int:
     together = HEAD in kept and not layout.ragged and not layout.pages and not form.weighted
     if not together or HEAD in (layout.table_axes or ()):
         return 1
-    heads = heads_abreast(math.prod(layout.block), form.width)
+    heads = most_heads_per_step(math.prod(layout.block), form.width)
     return 1 if layout.grid[HEAD] % heads else heads
 
 
 def visit_fold(
     steps: dict[int, Any],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     kept: tuple[int, ...],
     finish: Any,

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ..._sweep.grid import COL, GridLayout, HEAD, ROW
+from ..._sweep.grid import BlockGrid, COL, HEAD, ROW
 from ..._sweep.tokens import from_heads, TokenPairs
 from ._operands import KernelOperand, vmem_shape
 from ._work_list import merged_axes, row_of, SIDE, work_list
@@ -36,7 +36,7 @@ class SumResult:
     - `dtype`: the dtype in which it is written, once its sum is complete.
     - `rows`: the number of blocks that lie there at one time, if all rows stay: `(rows,)`, or `()`.
     - `flipped`: whether its sum is the transpose of what is written, and so has additional memory.
-    - `turned`: whether its blocks are the transposes of its sums, with features innermost.
+    - `transposed`: whether its blocks are the transposes of its sums, with features innermost.
     - `heads`: how many heads a row has the queries of, if blocks that are turned are written by
         head.
     - `window`: the heads, queries and keys of a block of pairs that is written where these lie, see
@@ -49,7 +49,7 @@ class SumResult:
     dtype: Any
     rows: tuple[int, ...] = ()
     flipped: bool = False
-    turned: bool = False
+    transposed: bool = False
     heads: int = 1
     window: tuple[int, int, int] | None = None
 
@@ -68,7 +68,7 @@ class SumResult:
         """The shape of what is written of it at one time."""
         if self.window:
             return self.window
-        if not self.turned:
+        if not self.transposed:
             return self.whole
         rows, features = self.block[::-1]
         if self.heads == 1:
@@ -85,7 +85,7 @@ class SumResult:
         if self.window:
             ref[...] = sum_of(...).reshape(self.window)
             return
-        if not self.turned:
+        if not self.transposed:
             ref[...] = sum_of(...).T if self.flipped else sum_of(...)
             return
         for row in range(*self.rows):
@@ -95,12 +95,12 @@ class SumResult:
             else:
                 ref[:, row] = block.reshape(self.heads, -1, block.shape[-1])
 
-    def from_written(self, x: Any, layout: GridLayout) -> Any:
+    def from_written(self, x: Any, layout: BlockGrid) -> Any:
         """What was written, as the sweep returns it, before its grid axes are restored."""
         if self.window:
             return TokenPairs(x, self.axes, self.window, self.aval.shape).blocks(layout)
         x = from_heads(x) if self.heads > 1 else x
-        return jnp.swapaxes(x, -1, -2) if self.turned else x
+        return jnp.swapaxes(x, -1, -2) if self.transposed else x
 
     @property
     def total(self) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def split_at(xs: Sequence, n: int) -> tuple[Sequence, Sequence]:
     return xs[:n], xs[n:]
 
 
-def tables_of(layout: GridLayout, operands: Sequence[Array]) -> list[Array]:
+def tables_of(layout: BlockGrid, operands: Sequence[Array]) -> list[Array]:
     """The tables of what a step looks up. Scalar memory holds vectors at least, so a single entry
     is one.
     """
@@ -145,38 +145,40 @@ class KernelGrid:
         The rows of the list are those of all the elements, and so are its columns if it is
         `joined`.
     - `parts`: into how many parts the list is cut, one for each core; 0 if it is whole.
-    - `abreast`: how many heads a step visits. With more than one, `layout` counts that many heads
-        as one. Arrays of heads then have an axis of that size after the axis of heads.
+    - `heads_per_step`: how many heads a step visits. With more than one, `layout` counts that many
+        heads as one. Arrays of heads then have an axis of that size after the axis of heads.
     """
 
-    layout: GridLayout
+    layout: BlockGrid
     order: tuple[int | None, ...]
     table_axes: tuple[int, ...]
     length: Any
     drain: int = 0
     merged: tuple[int, ...] = ()
     parts: int = 0
-    abreast: int = 1
+    heads_per_step: int = 1
 
     @classmethod
     def of(
         cls,
         table: Any,
-        layout: GridLayout,
+        layout: BlockGrid,
         kept: tuple[int, ...],
         default_class: int,
         drain: int = 0,
-        abreast: int = 1,
+        heads_per_step: int = 1,
     ) -> tuple["KernelGrid", Any]:
         """The grid of a fold, and its list of pairs.
 
         Batch elements are visited one after the other, outside of the list. They share a list where
         the layout is ragged, or where there is something to drain and the list is short.
 
-        **Arguments:** those of `work_list`, and `drain` and `abreast` as above.
+        **Arguments:** those of `work_list`, and `drain` and `heads_per_step` as above.
         """
-        if abreast > 1:
-            sizes = dict(zip(layout.batch, layout.grid)) | {HEAD: layout.grid[HEAD] // abreast}
+        if heads_per_step > 1:
+            sizes = dict(zip(layout.batch, layout.grid)) | {
+                HEAD: layout.grid[HEAD] // heads_per_step
+            }
             grid = *sizes.values(), *layout.grid[ROW:]
             layout = dataclasses.replace(layout, grid=grid)
         table_batch_axes = (layout.table_axes or ())[:-2]
@@ -184,7 +186,7 @@ class KernelGrid:
         work, length = work_list(table, layout, kept, default_class, merged)
         order = (*[a for a in layout.batch if a not in merged], None)
         outer = tuple(a for a in table_batch_axes if a not in merged)
-        return cls(layout, order, outer, length, drain, merged, abreast=abreast), work
+        return cls(layout, order, outer, length, drain, merged, heads_per_step=heads_per_step), work
 
     @property
     def joined(self) -> bool:
@@ -279,12 +281,12 @@ class KernelGrid:
         *apart, side = self.split(axes)
         sizes = self.layout.shape(tuple(apart))
         if self.heads(axes):
-            sizes = self._beside(axes, sizes, self.abreast)
+            sizes = self._beside(axes, sizes, self.heads_per_step)
         return sizes if side is None else (*sizes, math.prod(self.layout.shape(axes[len(apart) :])))
 
     def heads(self, axes: tuple[int, ...]) -> bool:
         """Whether a block of an array on these axes holds those of several heads."""
-        return self.abreast > 1 and HEAD in axes
+        return self.heads_per_step > 1 and HEAD in axes
 
     def _beside(self, axes: tuple[int, ...], xs: Sequence, x: Any) -> tuple:
         """Inserts `x` after the entry of `xs`, one for each axis, that belongs to the axis of
@@ -301,7 +303,7 @@ class KernelGrid:
             return *self.leading_sizes(axes), *block
         *lead, rows = self.layout.shape(axes)
         if self.heads(axes):
-            lead = self._beside(axes, lead, self.abreast)
+            lead = self._beside(axes, lead, self.heads_per_step)
         heads, *rest = block
         return *lead, heads, rows, *rest
 
@@ -320,7 +322,7 @@ class KernelGrid:
 
         lead = [None] * (len(axes) - 1)
         if self.heads(axes):
-            lead = self._beside(axes, lead, self.abreast)
+            lead = self._beside(axes, lead, self.heads_per_step)
         heads, *rest = block
         return pl.BlockSpec((*lead, heads, None, *rest), index)
 
@@ -338,7 +340,7 @@ class KernelGrid:
         lead = tuple(a for a in axes if a not in (ROW, COL))
         sizes = self.layout.shape(lead)
         if self.heads(axes):
-            sizes = self._beside(lead, sizes, self.abreast)
+            sizes = self._beside(lead, sizes, self.heads_per_step)
         counts = (self.layout.grid[a] if a in axes else 1 for a in (ROW, COL))
         return *sizes, heads, *(n * m for n, m in zip(counts, sides))
 
@@ -358,7 +360,7 @@ class KernelGrid:
 
         outer: Sequence = [None] * len(lead)
         if several:
-            outer = self._beside(lead, outer, self.abreast)
+            outer = self._beside(lead, outer, self.heads_per_step)
         return pl.BlockSpec((*outer, *window), index)
 
     def spec(
@@ -383,7 +385,7 @@ class KernelGrid:
 
         lead = [None] * len(axes)
         if self.heads(axes):
-            lead = self._beside(axes, lead, self.abreast)
+            lead = self._beside(axes, lead, self.heads_per_step)
         else:
             lead = [None] * (len(self.leading_sizes(axes)) + (bool(self.parts) and by_part))
         return pl.BlockSpec((*lead, *block), index)

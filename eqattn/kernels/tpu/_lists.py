@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..._misc import at_most
-from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
+from ..._sweep.grid import BlockGrid, COL, EMPTY, ROW
 
 
 MOST_PAIRS = 2**17
@@ -26,7 +26,7 @@ on, as `smem_capacity_bytes` in `pltpu.get_tpu_info()` says, and these take half
 """
 
 
-def listed(layout: GridLayout) -> int:
+def listed(layout: BlockGrid) -> int:
     """The most pairs of blocks that the lists of a visit may hold.
 
     A list that is made on the device has room for all pairs, or for as many as may be live. A known
@@ -44,21 +44,21 @@ def listed(layout: GridLayout) -> int:
     return lists * pairs
 
 
-def has_turns(layout: GridLayout) -> bool:
+def has_turns(layout: BlockGrid) -> bool:
     """Whether a visit can be made in turns. The rows of caches are visited one by one already, and
     each hop of a ring goes on with the results of the last.
     """
     return not layout.ragged and layout.ring is None
 
 
-def _apart(layout: GridLayout) -> list[int]:
+def _apart(layout: BlockGrid) -> list[int]:
     """The axes whose elements have lists of their own that may be visited in turns."""
     if layout.known is not None or not has_turns(layout):
         return []
     return [a for a in (layout.table_axes or ())[:-2] if not at_most(layout.size(a), 1)]
 
 
-def turning(layout: GridLayout, axes: Sequence[tuple[int, ...]]) -> int | None:
+def turning(layout: BlockGrid, axes: Sequence[tuple[int, ...]]) -> int | None:
     """The outermost axis whose elements are to be visited in turns, if some are.
 
     The lists may be too long together. Or a result, on the grid axes `axes`, has a number for each
@@ -73,8 +73,8 @@ def turning(layout: GridLayout, axes: Sequence[tuple[int, ...]]) -> int | None:
 
 
 def in_turns(
-    visit: Callable[[GridLayout, Sequence[Any]], list[Array]],
-    layout: GridLayout,
+    visit: Callable[[BlockGrid, Sequence[Any]], list[Array]],
+    layout: BlockGrid,
     args: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
     axis: int,
@@ -139,7 +139,7 @@ def in_turns(
     return [x if n is None else joined(y, n) for n, x, y in zip(at, sums, each)]
 
 
-def _rows_of_a_turn(layout: GridLayout) -> int:
+def _rows_of_a_turn(layout: BlockGrid) -> int:
     """How many rows a turn visits, such that turns are as few and as even as possible. The list of
     a turn has room for all pairs of its rows, and for one more pair for each column.
     """

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from ..._jax import abstract
 from ..._misc import at_most
-from ..._sweep.grid import GridLayout
+from ..._sweep.grid import BlockGrid
 from ..._sweep.tokens import by_head, joined, sizes_of
 from ._chip import RESIDENT
 from ._products import LANES
@@ -174,18 +174,19 @@ class PairsOperand(KernelOperand):
 
     @staticmethod
     def of(
-        x: Any, axes: tuple[int, ...], layout: GridLayout, turned: bool = False
+        x: Any, axes: tuple[int, ...], layout: BlockGrid, transposed: bool = False
     ) -> "PairsOperand | None":
         """An array as such an operand, if it can be one and is faster so; else None.
 
         **Arguments:**
 
         - `x`, `axes`: its blocks, and their grid axes.
-        - `turned`: whether a step has logits as `[rows, keys]`, so that it transposes no window.
+        - `transposed`: whether a step has logits as `[rows, keys]`, so that it transposes no
+        window.
         """
         sizes = pairs_in_place(x.shape[len(axes) :], layout)
         reads = math.prod(n for a, n in zip(layout.batch, layout.grid) if a not in axes)
-        near = turned or x.dtype.itemsize == 4 or at_most(reads, MOST_READS)
+        near = transposed or x.dtype.itemsize == 4 or at_most(reads, MOST_READS)
         return PairsOperand(x, axes, sizes) if sizes and near else None
 
 
@@ -196,7 +197,7 @@ def fill_registers(queries: int, keys: int) -> bool:
     return queries % 32 == 0 == keys % LANES
 
 
-def pairs_in_place(shape: tuple[int, ...], layout: GridLayout) -> tuple[int, int, int] | None:
+def pairs_in_place(shape: tuple[int, ...], layout: BlockGrid) -> tuple[int, int, int] | None:
     """The heads, queries and keys of a block, if it can be a window of all pairs; else None.
 
     **Arguments:**
@@ -208,7 +209,7 @@ def pairs_in_place(shape: tuple[int, ...], layout: GridLayout) -> tuple[int, int
     return sizes if fill_registers(*sizes[1:]) else None
 
 
-def heads_of_rows(layout: GridLayout) -> int:
+def heads_of_rows(layout: BlockGrid) -> int:
     """How many heads a row has the queries of, if these can be given by head; else 1.
 
     The queries of one head in a block must fill registers, which have 16 rows of bfloat16.

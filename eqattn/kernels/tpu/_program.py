@@ -88,7 +88,7 @@ class Sides:
     done: dict
     value: Callable[..., Any]
     block: Callable[..., Any]
-    turned = False
+    transposed = False
     """Whether windows are `[rows, keys]`, and not `[keys, rows]`."""
 
     def from_side(self, key: Any, of_keys: bool, row: Callable[[bool], Any]) -> Any:
@@ -102,7 +102,7 @@ class Sides:
         """
         assert self.window is not None
         part, other = self.window if of_keys else self.window[::-1]
-        upright = of_keys != self.turned
+        upright = of_keys != self.transposed
         if ("side", key) not in self.done:
             x = row(of_keys)
             boolean = x.dtype == jnp.bool_
@@ -188,38 +188,38 @@ class Diagonals(Sides):
         """The window of numbers that diagonals share, times a factor. It is whole without one."""
         whole = tuple(slice(0, n) for n in eqn.outvars[0].aval.shape)
         (at, to), found = self.window or whole, []
-        turned = self.turned and self.window is not None
+        transposed = self.transposed and self.window is not None
         for head, queries in _shares(to, eqn.params["queries"]):
             each = []
             for i, keys in _shares(at, LANES):
                 first = padded(eqn.params["keys"]) - (i + 1) * LANES + queries.start
                 columns = slice(first, first + size_of(queries))
-                x = self._tiles(eqn, head, columns, turned, factor)
-                each.append(x[:, keys] if turned else x[keys])
-            found.append(_joined(each, int(turned)))
-        return _joined(found, int(not turned))
+                x = self._tiles(eqn, head, columns, transposed, factor)
+                each.append(x[:, keys] if transposed else x[keys])
+            found.append(_joined(each, int(transposed)))
+        return _joined(found, int(not transposed))
 
     def _tiles(
-        self, eqn: Any, head: int, columns: slice, turned: bool, factor: float | None
+        self, eqn: Any, head: int, columns: slice, transposed: bool, factor: float | None
     ) -> Array:
-        """Some columns of the strip of a head, `[LANES, columns]`, transposed if `turned`."""
+        """Some columns of the strip of a head, `[LANES, columns]`, transposed if `transposed`."""
         each = []
         for i, part in _shares(columns, LANES):
-            tile = self._tile(eqn, head, i, turned, factor)
-            each.append(tile[part] if turned else tile[:, part])
-        return _joined(each, int(not turned))
+            tile = self._tile(eqn, head, i, transposed, factor)
+            each.append(tile[part] if transposed else tile[:, part])
+        return _joined(each, int(not transposed))
 
-    def _tile(self, eqn: Any, head: int, i: int, turned: bool, factor: float | None) -> Array:
-        """Tile number `i` of the strip of a head, `[LANES, LANES]`, transposed if `turned`. It is
-        made once for a block.
+    def _tile(self, eqn: Any, head: int, i: int, transposed: bool, factor: float | None) -> Array:
+        """Tile number `i` of the strip of a head, `[LANES, LANES]`, transposed if `transposed`. It
+        is made once for a block.
         """
         head = min(head, eqn.invars[0].aval.shape[0] - 1)
-        key = "tile", eqn.outvars[0], head, i, turned, factor
+        key = "tile", eqn.outvars[0], head, i, transposed, factor
         if key not in self.done:
             x = self.value(eqn.invars[0])[head : head + 1]
             x = x if factor is None else x * factor
             part = slice(i * LANES, (i + 1) * LANES)
-            if turned:
+            if transposed:
                 strip = "strip", *key[1:3], factor
                 if strip not in self.done:
                     self.done[strip] = _rolled(x)

@@ -15,7 +15,7 @@ from typing import Any
 from jax import lax
 
 from ..._jax import evaluated, Literal, varying_axes
-from ..._sweep.grid import GridLayout
+from ..._sweep.grid import BlockGrid
 from ..._sweep.steps import FoldStep
 from .._program import flat_jaxpr, replaced_jaxpr
 from ._backward import together, visit_sum
@@ -25,7 +25,7 @@ from ._lists import in_turns, turning
 
 
 def with_matrices(
-    steps: dict[int, Any], layout: GridLayout, args: Sequence
+    steps: dict[int, Any], layout: BlockGrid, args: Sequence
 ) -> tuple[dict, Sequence]:
     """The steps and the arguments of a fold, with rows given as the matrices that they become.
 
@@ -80,7 +80,7 @@ def _reading(closed: Any, matrices: dict[int, tuple[int, ...]]) -> Any:
 
 def traverse(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],

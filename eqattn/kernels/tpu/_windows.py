@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ..._sweep.grid import CORNER, EMPTY, FULL, GridLayout, PARTIAL
+from ..._sweep.grid import BlockGrid, DIAGONAL, EMPTY, FULL, PARTIAL
 
 
 WINDOW = 512
@@ -51,7 +51,7 @@ def _even(n: int, m: int) -> list[slice]:
     return cut(0, n, m if n % m == 0 else n)
 
 
-def windows(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
+def windows(layout: BlockGrid, kind: int, *, half: bool = False) -> list[Part]:
     """The windows of a block, in the order in which they are computed.
 
     A side that the size of a window does not divide is not cut.
@@ -66,14 +66,15 @@ def windows(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
     return [Part(at, to, kind) for to in _even(rows, width) for at in _even(keys, WINDOW)]
 
 
-def only_corners(layout: GridLayout) -> bool:
-    """Whether all masked blocks are known to be of class `CORNER`, with known parts."""
-    return [kind for kind, _ in layout.parts] == [CORNER]
+def only_corners(layout: BlockGrid) -> bool:
+    """Whether all masked blocks are known to be of class `DIAGONAL`, with known parts."""
+    return [kind for kind, _ in layout.parts] == [DIAGONAL]
 
 
-def with_known_parts(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
-    """The windows of a masked block of class `PARTIAL` or `CORNER`. Of those whose parts are known,
-    only some have a mask. On a causal diagonal, a step took 1908 cycles instead of 2159 on v6e.
+def with_known_parts(layout: BlockGrid, kind: int, *, half: bool = False) -> list[Part]:
+    """The windows of a masked block of class `PARTIAL` or `DIAGONAL`. Of those whose parts are
+    known, only some have a mask. On a causal diagonal, a step took 1908 cycles instead of 2159 on
+    v6e.
 
     **Arguments:**
 
@@ -84,16 +85,16 @@ def with_known_parts(layout: GridLayout, kind: int, *, half: bool = False) -> li
     return with_corner(layout, kind, half=half)
 
 
-def with_corner(layout: GridLayout, kind: int, *, half: bool = False) -> list[Part]:
-    """The windows of a masked block. Those in the corner of a `CORNER` are `EMPTY`, or none if the
-    corner cuts through a window.
+def with_corner(layout: BlockGrid, kind: int, *, half: bool = False) -> list[Part]:
+    """The windows of a masked block. Those in the corner of a `DIAGONAL` are `EMPTY`, or none if
+    the corner cuts through a window.
     """
     parts = windows(layout, PARTIAL, half=half)
-    empty = of_corner(layout, [(x.at, x.to) for x in parts]) if kind == CORNER else []
+    empty = of_corner(layout, [(x.at, x.to) for x in parts]) if kind == DIAGONAL else []
     return [dataclasses.replace(x, kind=EMPTY) if (x.at, x.to) in empty else x for x in parts]
 
 
-def _of_parts(layout: GridLayout, known: Any, depth: int) -> list[Part]:
+def _of_parts(layout: BlockGrid, known: Any, depth: int) -> list[Part]:
     """Windows of the parts that follow each other and are of one kind, of `depth` keys at most."""
     (keys, rows), parts = layout.block, []
     size, width = keys // len(known[0]), rows // len(known)
@@ -107,7 +108,7 @@ def _of_parts(layout: GridLayout, known: Any, depth: int) -> list[Part]:
     return parts
 
 
-def beside(layout: GridLayout, ahead: Sequence[Part]) -> list[Part]:
+def beside(layout: BlockGrid, ahead: Sequence[Part]) -> list[Part]:
     """The windows of a full pair that are added while the windows `ahead` of a masked pair are
     computed.
 
@@ -121,9 +122,7 @@ def beside(layout: GridLayout, ahead: Sequence[Part]) -> list[Part]:
     return [Part(at, x.to, FULL) for x in parts for at in cut(x.at.start, x.at.stop, WINDOW // 2)]
 
 
-def of_corner(
-    layout: GridLayout, parts: Sequence[tuple[slice, slice]]
-) -> list[tuple[slice, slice]]:
+def of_corner(layout: BlockGrid, parts: Sequence[tuple[slice, slice]]) -> list[tuple[slice, slice]]:
     """The parts of a block that make up its corner: the later half of its keys, and the first
     `corner` rows.
 

@@ -7,7 +7,7 @@ The pairs that are visited are on a list in scalar memory, one word of 32 bits f
          |  row, 14 bits  | column, 14 bits| class | LAST | FIRST |
          +----------------+----------------+-------+------+-------+
 
-`class` is `EMPTY`, `PARTIAL`, `FULL` or `CORNER` of `eqattn._sweep.grid`. `FIRST` and `LAST` say
+`class` is `EMPTY`, `PARTIAL`, `FULL` or `DIAGONAL` of `eqattn._sweep.grid`. `FIRST` and `LAST` say
 that a pair begins or ends its group. A group is the pairs that share an accumulator: a row if rows
 are kept, and a column if columns are kept. A causal table of 2 x 2 blocks whose rows are kept gives
 
@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..._misc import at_most
-from ..._sweep.grid import COL, EMPTY, GridLayout, ROW
+from ..._sweep.grid import BlockGrid, COL, EMPTY, ROW
 from ._chip import cores, SHORT
 
 
@@ -42,7 +42,7 @@ SIDE = 2**14
 
 def work_list(
     table: Any,
-    layout: GridLayout,
+    layout: BlockGrid,
     kept: tuple[int, ...],
     default_class: int,
     merged: tuple[int, ...] = (),
@@ -124,7 +124,7 @@ def work_list(
     return lax.bitcast_convert_type(jnp.asarray(packed), jnp.int32), length
 
 
-def merged_axes(layout: GridLayout) -> tuple[int, ...]:
+def merged_axes(layout: BlockGrid) -> tuple[int, ...]:
     """The innermost batch axes whose elements may share a list, so that they are drained once.
 
     A shared list must be short, as it lies in scalar memory. It would be one core's work, so where

@@ -82,8 +82,8 @@ def _wrong(case: Case, programs: dict[str, peers.Program]) -> list[str]:
 def _dots(case: Case, rounds: int) -> Iterator[Row]:
     inputs = peers.draw(case)
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:3]]
-    blocking, _ = blocks_of(Blockwise(AttentionMetadata()), avals[0], avals[1], avals[2], None)
-    dots = peers.dots_program(case, inputs, blocking.block_q, blocking.block_k)
+    tiling, _ = blocks_of(Blockwise(AttentionMetadata()), avals[0], avals[1], avals[2], None)
+    dots = peers.dots_program(case, inputs, tiling.block_q, tiling.block_k)
     calls = {"eqattn": peers.program("eqattn", case, inputs).call, "dots": dots.call}
     yield from _share(case, calls, rounds, "share of dots")
 

@@ -182,7 +182,10 @@ def _cycles(
 
     def cycles(steps: Steps) -> int:
         call = Call(tokens=TOKENS, dim=DIM, group=group)
-        tile, heads = call.tile(), BATCH_SIZE * HEADS // group // (call.abreast() if lag else 1)
+        tile, heads = (
+            call.tile(),
+            BATCH_SIZE * HEADS // group // (call.heads_per_step() if lag else 1),
+        )
         counts = whole.count(TOKENS, tile, heads, kept, lag, steps.skips, group)
         return counts.cycles(steps, once)
 

@@ -48,11 +48,11 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
         raise ValueError(f"the program has {len(found)} kernels {kernel.call}, not one")
     steps = Steps(schedule.read(folder, found[0], chip), kernel.innermost, kernel.cleans)
     full, masked = steps.full, getattr(steps, kernel.masked) if steps.masked else None
-    abreast = kernel.abreast()
-    ideal = abreast * tile[0] * tile[1] * kernel.products / chip.products
+    heads_per_step = kernel.heads_per_step()
+    ideal = heads_per_step * tile[0] * tile[1] * kernel.products / chip.products
     entire = None
     if (w := kernel.whole) is not None:
-        counts = whole.count(w.tokens, tile, w.heads // abreast, w.kept, w.lag, steps.skips)
+        counts = whole.count(w.tokens, tile, w.heads // heads_per_step, w.kept, w.lag, steps.skips)
         cycles = counts.cycles(steps, w.once)
         pairs = w.heads * whole.visible_pairs(w.tokens)
         entire = pairs * kernel.products / chip.products / cycles
@@ -64,8 +64,8 @@ def measure(name: str, kernel: Kernel, folder: Path) -> Row:
         chip=name,
         plain=kernel.plain,
         tile=tile,
-        cycles=round(full.cycles / abreast),
-        masked=None if masked is None else round(masked.cycles / abreast),
+        cycles=round(full.cycles / heads_per_step),
+        masked=None if masked is None else round(masked.cycles / heads_per_step),
         useful=_rounded(ideal / full.cycles) if kernel.products else None,
         whole=None if entire is None else _rounded(entire),
         memory=_rounded(kernel.nbytes * tile[1] / info.mem_bw_bytes_per_second * rate / full.cycles)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from eqattn._calls.attention import attention
 from eqattn._config.metadata import AttentionMetadata
-from eqattn._problem.block_classes import choose_live_blocking
+from eqattn._problem.block_classes import choose_live_tiling
 from eqattn._problem.problem import Problem
 from eqattn._sweep.grid import BATCH, COL, HEAD, replaced, ROW
 from eqattn.kernels.tpu import TPULowering
-from eqattn.kernels.tpu._chip import heads_abreast
+from eqattn.kernels.tpu._chip import most_heads_per_step
 from eqattn.masks._base import Dense as DenseMask
 from eqattn.masks._causal import Causal, SlidingWindow
 from eqattn.masks._segments import Segments
@@ -107,10 +107,10 @@ class Call:
             return backward, (self.arrays, operands, self.arrays[0])
         return forward, (self.arrays, operands)
 
-    def abreast(self) -> int:
+    def heads_per_step(self) -> int:
         """How many heads a step of its forward visits."""
         single = self.weighted or self.apart
-        return 1 if single else heads_abreast(math.prod(self.tile()), self.dim)
+        return 1 if single else most_heads_per_step(math.prod(self.tile()), self.dim)
 
     def tile(self) -> tuple[int, int]:
         """How many rows, queries of all heads that share keys, and how many keys a block has."""
@@ -121,7 +121,7 @@ class Call:
             cut = Problem.from_call(query, key_, value, self.metadata(), mask=Causal())
             kernels = TPULowering("pallas")
             sizes = self.block_q, self.block_k
-            found.append(choose_live_blocking(cut, *sizes, lowering=kernels))
+            found.append(choose_live_tiling(cut, *sizes, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
         return found[0].block[::-1]
@@ -140,7 +140,7 @@ def _forward(
         products=2 * call.dim,
         whole=Whole(call.tokens, HEADS, kept, lag=1) if whole else None,
         plain=plain,
-        abreast=call.abreast,
+        heads_per_step=call.heads_per_step,
         masked=masked,
     )
 

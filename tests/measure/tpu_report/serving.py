@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from eqattn._calls.attention import attention
 from eqattn._config.metadata import AttentionMetadata
-from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
 from eqattn._problem.storage import Pages, Quantized, StackLayer
+from eqattn._problem.tiling import choose_tiling
 from eqattn.kernels.tpu import TPULowering
 from eqattn.masks._causal import Causal
 from eqattn.masks._segments import KeyPadding
@@ -96,7 +96,7 @@ class Decode:
             cut = Problem.from_call(arrays["query"], key_, value, self.metadata)
             kernels = TPULowering("pallas")
             sizes = self.block_q, self.block_k
-            found.append(choose_blocking(cut, *sizes, in_place=True, lowering=kernels))
+            found.append(choose_tiling(cut, *sizes, in_place=True, lowering=kernels))
 
         jax.eval_shape(look, self.arrays)
         return min(self.queries, found[0].block_q), found[0].block_k

@@ -40,7 +40,7 @@ class Kernel:
     - `plain`: the name of the same kernel without its feature.
     - `innermost`: whether a step is a trip of the innermost loop around the products. Otherwise it
         is a trip of the outermost loop, the grid.
-    - `abreast`: a function that returns how many such tiles a step has, one for each head that it
+    - `heads_per_step`: a function that returns how many such tiles a step has, one for each head that it
         visits. It is called as `tile` is.
     - `masked`: which of the `Steps` is that of a masked pair: `"masked"`, `"corner"` where all
         masked pairs lie on a causal diagonal, or `"edge"` where the others skip something, too.
@@ -59,7 +59,7 @@ class Kernel:
     whole: Whole | None = None
     plain: str = ""
     innermost: bool = False
-    abreast: Callable[[], int] = lambda: 1
+    heads_per_step: Callable[[], int] = lambda: 1
     masked: str = "masked"
     cleans: bool = False
     sized: Callable[[int, int], "Kernel"] | None = None

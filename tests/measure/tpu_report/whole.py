@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqattn._problem.block_classes import classes_of
-from eqattn._problem.blocking import Blocking
-from eqattn._sweep.grid import COL, CORNER, EMPTY, FULL, GridLayout, ROW
+from eqattn._problem.tiling import Tiling
+from eqattn._sweep.grid import BlockGrid, COL, DIAGONAL, EMPTY, FULL, ROW
 from eqattn.kernels.tpu._grid import KernelGrid as Grid
 from eqattn.kernels.tpu._work_list import FIRST, kind_of, work_list
 from eqattn.masks._causal import Causal
@@ -66,9 +66,9 @@ def count(
     """
     rows, keys = tile
     at = np.arange(tokens, dtype=np.int32)[None]
-    blocking = Blocking(1, heads, group, tokens, tokens, rows // group, keys, halves=corners)
-    table = classes_of(Causal(), blocking, (1,), at, at)[0, 0]
-    layout = GridLayout(blocking.grid, (keys, rows), (), (ROW, COL), corner=blocking.corner)
+    tiling = Tiling(1, heads, group, tokens, tokens, rows // group, keys, halves=corners)
+    table = classes_of(Causal(), tiling, (1,), at, at)[0, 0]
+    layout = BlockGrid(tiling.grid, (keys, rows), (), (ROW, COL), corner=tiling.corner)
     if lag:
         grid, packed = Grid.of(table, layout, kept, FULL, drain=lag)
         lists, pairs = math.prod(grid.grid[:-1]), grid.length
@@ -77,7 +77,7 @@ def count(
         lists = heads
     packed = np.asarray(packed)[: int(pairs) + lag]
     kinds = np.asarray(kind_of(packed))
-    corner, full = kinds == CORNER, kinds == FULL
+    corner, full = kinds == DIAGONAL, kinds == FULL
     after = full & (np.roll(corner, 1) & (np.arange(len(kinds)) > 0)) & bool(lag)
     masked = ~full & ~corner & (kinds != EMPTY)
     each = full & ~after, masked, corner, after, (packed & FIRST) != 0

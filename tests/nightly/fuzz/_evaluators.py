@@ -11,7 +11,7 @@ import numpy as np
 from eqattn import attention, AttentionMetadata, Blockwise
 from eqattn._jax import evaluated, interpret, jaxpr_as_fun
 from eqattn._sweep.attend import attend_p
-from eqattn._sweep.grid import GridLayout, ROW
+from eqattn._sweep.grid import BlockGrid, ROW
 from eqattn._sweep.steps import FoldStep
 from eqattn._sweep.sweep import sweep_p
 from eqattn.kernels._program import calls, LOG2E
@@ -35,7 +35,7 @@ class Visit:
     params: dict[str, Any]
 
     @property
-    def layout(self) -> GridLayout:
+    def layout(self) -> BlockGrid:
         return self.params["layout"]
 
     @property

@@ -9,8 +9,8 @@ from matrix import oracle, oracle_masks as om
 
 import eqattn as e
 from eqattn._problem.block_classes import table_of
-from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
+from eqattn._problem.tiling import choose_tiling
 from eqattn._sweep.grid import EMPTY
 from eqattn.compat.easydel import bounds_of_rows
 
@@ -140,9 +140,9 @@ def live(s, ends):
     spec = Problem.from_call(
         x[:, :1], x, x, e.AttentionMetadata(), mask=e.KeyPadding(jnp.asarray(ends))
     )
-    blocking = choose_blocking(spec, None, None, in_place=True)
-    assert blocking.block_k == 128
-    return int((table_of(spec, blocking) != EMPTY).sum())
+    tiling = choose_tiling(spec, None, None, in_place=True)
+    assert tiling.block_k == 128
+    return int((table_of(spec, tiling) != EMPTY).sum())
 
 
 def test_as_many_visits_however_long_the_cache():

@@ -16,7 +16,7 @@ from _caches import cache, call
 from _kernels import how, newest, of
 
 from eqattn import attention, Causal, KeyPadding, ScoreFn, Segments, SlidingWindow
-from eqattn._sweep.grid import BATCH, BlockRequest, BlockSizes, FULL, GridLayout, HEAD, PARTIAL
+from eqattn._sweep.grid import BATCH, BlockGrid, BlockRequest, BlockSizes, FULL, HEAD, PARTIAL
 from eqattn.kernels.nvidia import operations
 from eqattn.kernels.nvidia.hopper import GPULowering, mosaic as _mosaic
 from eqattn.kernels.nvidia.hopper.decode import Sizes
@@ -305,7 +305,7 @@ def test_shares_of_the_chip():
     sizes = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0)
 
     def shares(batch, keys):
-        layout = GridLayout((batch, 1, 1, keys // 128), (128, 32), ())
+        layout = BlockGrid((batch, 1, 1, keys // 128), (128, 32), ())
         return shares_of(layout, sizes, PROGRAMS)
 
     assert shares(1, 131072) == 132 and shares(64, 8192) == 3
@@ -324,7 +324,7 @@ BATCHES, HEADS, TILES = 2, 6, 2
 
 def plan_of(rows: int, columns: int, streamed: int, lists: bool):
     """As much of a plan as an order depends on, of 12 batch elements."""
-    layout = GridLayout((BATCHES, HEADS, rows, columns), (1, 1), ())
+    layout = BlockGrid((BATCHES, HEADS, rows, columns), (1, 1), ())
     return types.SimpleNamespace(
         layout=layout,
         programs={FULL: None, PARTIAL: None},

@@ -40,9 +40,9 @@ from eqattn import (
     Segments,
     T5Bias,
 )
-from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
-from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, ROW
+from eqattn._problem.tiling import choose_tiling
+from eqattn._sweep.grid import BATCH, BlockGrid, COL, HEAD, ROW
 from eqattn._sweep.tokens import Tokens
 from eqattn.kernels.nvidia import hopper as gpu, operands as of_gpu
 from eqattn.kernels.nvidia.hopper import GPULowering
@@ -243,7 +243,7 @@ def test_masks_of_pairs_take_eight_bits_on_tpus(strategy):
 
 GROUP, QUERIES, KEYS = 2, 32, 128
 TOKENS = Tokens(ROW, 4 * QUERIES, QUERIES, group=GROUP), Tokens(COL, 3 * KEYS, KEYS)
-LAYOUT = GridLayout((2, 4, 4, 3), (KEYS, GROUP * QUERIES), (), tokens=TOKENS)
+LAYOUT = BlockGrid((2, 4, 4, 3), (KEYS, GROUP * QUERIES), (), tokens=TOKENS)
 GRID = KernelGrid(LAYOUT, (BATCH, HEAD, None), (), 12)
 AXES = [(BATCH, HEAD, ROW, COL), (HEAD, ROW, COL), (BATCH, ROW, COL), (ROW, COL)]
 
@@ -277,12 +277,12 @@ def test_a_block_is_a_window_of_a_tpu(axes, dtype):
 def test_heads_that_a_step_visits_are_windows_of_one_array():
     axes = AXES[0]
     single = Tokens(ROW, 4 * QUERIES, QUERIES), TOKENS[1]
-    layout = GridLayout((2, 4, 4, 3), (KEYS, QUERIES), (), tokens=single)
+    layout = BlockGrid((2, 4, 4, 3), (KEYS, QUERIES), (), tokens=single)
     x = normal(0, *layout.shape(axes), KEYS, QUERIES)
     found = of_tpu.PairsOperand.of(x, axes, layout)
     assert found is not None
-    halved = GridLayout((2, 2, 4, 3), (KEYS, QUERIES), (), tokens=single)
-    grid = KernelGrid(halved, (BATCH, HEAD, None), (), 12, abreast=2)
+    halved = BlockGrid((2, 2, 4, 3), (KEYS, QUERIES), (), tokens=single)
+    grid = KernelGrid(halved, (BATCH, HEAD, None), (), 12, heads_per_step=2)
     (whole,) = grid.arrays([found])
     part = window(grid.block_spec(found), whole, {BATCH: 1, HEAD: 1, ROW: 3, COL: 2})
     for head in range(2):
@@ -297,7 +297,7 @@ def test_what_stays_blocks_of_a_tpu():
     of = lambda *block, tokens=TOKENS: of_tpu.PairsOperand.of(
         jnp.zeros((2, 4, 4, 3, *block)),
         axes,
-        GridLayout((2, 4, 4, 3), (KEYS, GROUP * QUERIES), (), tokens=tokens),
+        BlockGrid((2, 4, 4, 3), (KEYS, GROUP * QUERIES), (), tokens=tokens),
     )
     assert of(*block) is not None
     for other in ((KEYS, 1), (1, GROUP * QUERIES), (KEYS, 1, QUERIES), (*block, 5), (KEYS, KEYS)):
@@ -306,19 +306,19 @@ def test_what_stays_blocks_of_a_tpu():
     assert of(*block, tokens=padded) is not None and of(*block, tokens=()) is None
     for queries, keys in ((16, 128), (32, 64)):
         tokens = Tokens(ROW, 4 * queries, queries), Tokens(COL, 3 * keys, keys)
-        layout = GridLayout((2, 4, 4, 3), (keys, queries), (), tokens=tokens)
+        layout = BlockGrid((2, 4, 4, 3), (keys, queries), (), tokens=tokens)
         assert of_tpu.PairsOperand.of(jnp.zeros((2, 4, 4, 3, keys, queries)), axes, layout) is None
 
 
 @pytest.mark.parametrize("batch, near", [(of_tpu.MOST_READS, True), (of_tpu.MOST_READS + 1, False)])
 def test_narrow_numbers_that_many_share_are_copied(batch, near):
     """Unless a step need not transpose them."""
-    layout = GridLayout((batch, 4, 4, 3), LAYOUT.block, (), tokens=TOKENS)
+    layout = BlockGrid((batch, 4, 4, 3), LAYOUT.block, (), tokens=TOKENS)
     axes = (HEAD, ROW, COL)
     x = jnp.zeros((4, 4, 3, *LAYOUT.block))
     for dtype in (jnp.bfloat16, jnp.bool_):
         assert (of_tpu.PairsOperand.of(x.astype(dtype), axes, layout) is not None) == near
-        assert of_tpu.PairsOperand.of(x.astype(dtype), axes, layout, turned=True) is not None
+        assert of_tpu.PairsOperand.of(x.astype(dtype), axes, layout, transposed=True) is not None
     assert of_tpu.PairsOperand.of(x, axes, layout) is not None
 
 
@@ -352,7 +352,7 @@ def test_flags_that_fill_registers_take_8_bits(block, dtype):
 
 GPU_QUERIES, GPU_KEYS = 128, 64
 GPU_TOKENS = Tokens(ROW, 384, GPU_QUERIES, group=2), Tokens(COL, 256, GPU_KEYS)
-GPU_LAYOUT = GridLayout((2, 2, 3, 4), (GPU_KEYS, 2 * GPU_QUERIES), (), tokens=GPU_TOKENS)
+GPU_LAYOUT = BlockGrid((2, 2, 3, 4), (GPU_KEYS, 2 * GPU_QUERIES), (), tokens=GPU_TOKENS)
 GPU_GROUP, GPU_LENGTHS = 2, dict(r=2 * GPU_QUERIES, k=GPU_KEYS)
 
 
@@ -369,7 +369,7 @@ def test_a_block_is_a_window_of_a_gpu(axes, side, block):
     x = normal(0, *GPU_LAYOUT.shape(axes), *block)
     found = of_gpu.PairsOperand.of(x, axes, GPU_LAYOUT, side, GPU_LENGTHS)
     assert found is not None and found.kind == side.kinds and found.both and not found.staged
-    assert found.turned == (side is of_gpu.COLUMNS)
+    assert found.transposed == (side is of_gpu.COLUMNS)
     assert found.array.shape[-2:] == (3 * GPU_QUERIES, 4 * GPU_KEYS)
     at = {BATCH: 1, HEAD: 1, ROW: 2, COL: 3}
     place = found.place(
@@ -391,7 +391,7 @@ def test_what_stays_blocks_of_a_gpu():
     axes = AXES[0]
 
     def of(*block, lengths=GPU_LENGTHS, tokens=GPU_TOKENS, rows=GPU_GROUP * GPU_QUERIES):
-        layout = GridLayout((2, 2, 3, 4), (GPU_KEYS, rows), (), tokens=tokens)
+        layout = BlockGrid((2, 2, 3, 4), (GPU_KEYS, rows), (), tokens=tokens)
         return of_gpu.PairsOperand.of(
             jnp.zeros((2, 2, 3, 4, *block)), axes, layout, of_gpu.ROWS, lengths
         )
@@ -418,7 +418,7 @@ def test_blocks_have_whole_programs_of_a_head_where_pairs_are_read(kernels):
     def queries(t=256, **given):
         q, kv = jnp.zeros((1, t, 4, 8), jnp.bfloat16), jnp.zeros((1, 256, 1, 8), jnp.bfloat16)
         problem = Problem.from_call(q, kv, kv, metadata, **given)
-        return choose_blocking(problem, None, None, lowering=lowering).block_q
+        return choose_tiling(problem, None, None, lowering=lowering).block_q
 
     assert queries(bias=jnp.zeros((4, 256, 256))) == 128
     assert queries(mask=Causal() & ~DenseMask(jnp.ones((1, 256, 256), bool))) == 128

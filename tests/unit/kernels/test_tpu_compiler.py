@@ -48,9 +48,9 @@ from eqattn import (
 )
 from eqattn._carry import safe_max
 from eqattn._problem import block_classes
-from eqattn._problem.block_classes import choose_live_blocking
+from eqattn._problem.block_classes import choose_live_tiling
 from eqattn._problem.problem import Problem
-from eqattn._sweep.grid import BlockRequest, BlockSizes, GridLayout
+from eqattn._sweep.grid import BlockGrid, BlockRequest, BlockSizes
 from eqattn._sweep.products import dot
 from eqattn.kernels import tpu
 from eqattn.kernels.tpu import (
@@ -185,15 +185,15 @@ def test_features_lie_innermost(dtype, units, plans, monkeypatch):
         2,
     )
     (sums,) = [p for p in plans if isinstance(p, _backward._Sum)]
-    assert (sums.turned is not None) == units
+    assert (sums.transposed is not None) == units
     # Of float32, the sums for queries are what is written.
-    turned = [x.heads for x in sums.results.values() if x.turned]
-    assert turned == [2] * (dtype == jnp.bfloat16)
+    transposed = [x.heads for x in sums.results.values() if x.transposed]
+    assert transposed == [2] * (dtype == jnp.bfloat16)
     assert sum(x.flipped for x in sums.given.values()) == 1
     assert [x.heads for x in sums.given.values()].count(2) == 2  # queries and cotangents
 
 
-def test_values_that_are_not_finite_are_found_as_they_are_turned(plans):
+def test_values_that_are_not_finite_are_found_as_they_are_transposed(plans):
     """A step before they are added, and still they reach only the rows that see them."""
     given, _ = arrays()
     bad = given | dict(v=given["v"].at[0, 35, 1].set(jnp.inf))
@@ -275,14 +275,14 @@ def test_what_has_no_such_form(steps):
 
 
 @pytest.fixture
-def abreast(plans, monkeypatch):
+def heads_per_step(plans, monkeypatch):
     """Two heads that have the same pairs of blocks are visited in a step of the forward."""
     monkeypatch.setattr(_forward, "heads_abreast", lambda pairs, width: 2)
     return plans
 
 
 @pytest.mark.parametrize("lanes, kv_heads", [(128, 4), (8, 2)])
-def test_two_heads_in_a_step(lanes, kv_heads, abreast, monkeypatch):
+def test_two_heads_in_a_step(lanes, kv_heads, heads_per_step, monkeypatch):
     """Both share positions, and each has its own bias and sink. Blocks of values are turned if they
     fill registers.
     """
@@ -291,12 +291,12 @@ def test_two_heads_in_a_step(lanes, kv_heads, abreast, monkeypatch):
     given |= dict(bias=normal(7, 1, 4, T, T), sinks=jnp.arange(4.0))
     run = lambda sinks, **x: run_of(blocksize_k=16, softmax_aux=sinks)(**x)
     judge(run, given, ct, only=tuple("qkv"), mask=om.causal(T, T))
-    (fold,) = [p for p in abreast if isinstance(p, _forward._Fold)]
-    assert fold.grid.abreast == 2 and fold.early == (lanes == 8)
+    (fold,) = [p for p in heads_per_step if isinstance(p, _forward._Fold)]
+    assert fold.grid.heads_per_step == 2 and fold.early == (lanes == 8)
 
 
 @pytest.mark.parametrize("lanes", [128, 8])
-def test_two_heads_with_rows_of_each_batch_element(lanes, abreast, monkeypatch):
+def test_two_heads_with_rows_of_each_batch_element(lanes, heads_per_step, monkeypatch):
     """Lists that differ between batch elements, too long to be shared by all, and values that are
     not finite, of the first head of a step and of the second: each reaches the rows of its head that
     see it. They are found as values are turned, or a step later.
@@ -311,19 +311,21 @@ def test_two_heads_with_rows_of_each_batch_element(lanes, abreast, monkeypatch):
     shown = om.causal(40, 40) & om.segments(ids, ids)
     clean = judge(run, given, mask=shown)["out"]
     dirty = results(run, given | dict(v=bad))["out"]
-    assert {(p.grid.abreast, p.grid.merged, len(p.flags)) for p in abreast} == {(2, (), lanes == 8)}
+    assert {(p.grid.heads_per_step, p.grid.merged, len(p.flags)) for p in heads_per_step} == {
+        (2, (), lanes == 8)
+    }
     seen = np.zeros(clean.shape[:3], bool)
     seen[1, :, 2], seen[0, :, 1] = shown[1, 0, :, 20], shown[0, 0, :, 30]
     np.testing.assert_array_equal(np.isnan(dirty).any(-1), seen)
     np.testing.assert_array_equal(dirty[~seen], clean[~seen])
 
 
-def test_heads_that_have_no_neighbour(abreast):
+def test_heads_that_have_no_neighbour(heads_per_step):
     """Three heads, and two of one key head, are visited one by one."""
     for heads in ((3, 3), (2, 1), (2, 2)):
         given, _ = arrays(jnp.float32, *heads)
         jax.jit(lambda x: run_of(None)(**x)).lower(given)
-    assert [p.grid.abreast for p in abreast] == [1, 1, 2]
+    assert [p.grid.heads_per_step for p in heads_per_step] == [1, 1, 2]
 
 
 RACES: dict[str, Any] = {
@@ -394,7 +396,7 @@ def plain_rows(q, k, v, seen):
 def test_live_blocks_are_all_that_is_visited():
     """The list is as long as the live blocks of all rows are many, one for a row without any."""
     table = jnp.asarray([[[1, 1, 2]], [[0, 0, 0]], [[2, 1, 0]]], jnp.int8)
-    layout = GridLayout((3, 1, 1, 3), (16, 4), (), (-4, -2, -1), ragged=True)
+    layout = BlockGrid((3, 1, 1, 3), (16, 4), (), (-4, -2, -1), ragged=True)
     grid, work = KernelGrid.of(table, layout, (-4, -3, -2), 2)
     assert int(grid.length) == 3 + 1 + 2
     rows, columns = np.asarray(work) >> 18, (np.asarray(work) >> 4) & (2**14 - 1)
@@ -527,7 +529,7 @@ def test_a_value_that_is_not_finite_reaches_the_heads_that_see_it(case):
 
 def sums(f, *shapes):
     avals = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
-    return _step.TurnedSums(Program(f, avals), [0])
+    return _step.TransposedSums(Program(f, avals), [0])
 
 
 def test_sums_that_are_not_linear_in_their_products():
@@ -581,7 +583,7 @@ def blocks_of(t, s=None, *, heads=1, dim=128, dtype=jnp.bfloat16, sizes=(None, N
     def look(query, keys):
         call = {"mask": Causal(), **kw}
         cut = Problem.from_call(query, keys, keys, AttentionMetadata(**fields), **call)
-        found.append(choose_live_blocking(cut, *sizes, lowering=TPULowering("pallas")))
+        found.append(choose_live_tiling(cut, *sizes, lowering=TPULowering("pallas")))
 
     like = lambda n, h: jax.ShapeDtypeStruct((1, n, h, dim), dtype)
     jax.eval_shape(look, like(t, heads), like(s or t, 1))

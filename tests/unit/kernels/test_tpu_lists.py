@@ -29,8 +29,8 @@ from eqattn import (
 )
 from eqattn._problem import block_classes
 from eqattn._problem.block_classes import classes_of
-from eqattn._problem.blocking import Blocking
-from eqattn._sweep.grid import BATCH, COL, CORNER, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
+from eqattn._problem.tiling import Tiling
+from eqattn._sweep.grid import BATCH, BlockGrid, COL, DIAGONAL, EMPTY, FULL, HEAD, PARTIAL, ROW
 from eqattn.kernels.tpu import (
     _forward as _step,
     _lists,
@@ -86,7 +86,7 @@ def parts_by_hand(visible, side, step, group):
                 continue
             rows = side // 2 if group == 1 else side
             whole = real.all() or block[:rows, SIZE // 2 :].any()
-            kind = PARTIAL if whole else CORNER
+            kind = PARTIAL if whole else DIAGONAL
             cut = block.reshape(side // step, step, SIZE // step, step)
             full, some = cut.all((1, 3)), cut.any((1, 3))
             found.setdefault(kind, []).append(np.where(full, FULL, np.where(some, PARTIAL, EMPTY)))
@@ -142,7 +142,7 @@ def test_without_their_corner(mask, heads, block_q, monkeypatch):
 
     check(run(given, ours), given, ct, mask=visible)
     for layout in found:
-        corner = _windows.with_known_parts(layout, CORNER, half=True)
+        corner = _windows.with_known_parts(layout, DIAGONAL, half=True)
         assert layout.parts == () and EMPTY in {x.kind for x in corner}
     assert found
 
@@ -215,19 +215,19 @@ def test_corners_are_empty(mask: AbstractMask, s, group):
     t, block_q, block_k = 37, 8, 12
     at = lambda n: np.arange(n, dtype=np.int32)[None]
     sizes = (1, 2, group, t, s, block_q, block_k)
-    plain = np.asarray(classes_of(mask, Blocking(*sizes), (1,), at(t), at(s)))
-    halved = Blocking(*sizes, halves=True)
+    plain = np.asarray(classes_of(mask, Tiling(*sizes), (1,), at(t), at(s)))
+    halved = Tiling(*sizes, halves=True)
     table = np.asarray(classes_of(mask, halved, (1,), at(t), at(s)))
     assert halved.corner == (block_q // 2 if group == 1 else group * block_q)
-    np.testing.assert_array_equal(np.where(table == CORNER, PARTIAL, table), plain)
+    np.testing.assert_array_equal(np.where(table == DIAGONAL, PARTIAL, table), plain)
     visible = np.asarray(mask.as_array(t, s)).reshape(t, s)
     rows = block_q // 2 if group == 1 else block_q
     for (_, _, i, j), kind in np.ndenumerate(table):
         block = visible[i * block_q :, j * block_k :][:block_q, :block_k]
-        assert (kind == CORNER) == (
+        assert (kind == DIAGONAL) == (
             plain[0, 0, i, j] == PARTIAL and not block[:rows, block_k // 2 :].any()
         )
-    assert (table == CORNER).any()
+    assert (table == DIAGONAL).any()
 
 
 @pytest.mark.parametrize("axes", [(ROW, COL), (HEAD, ROW, COL), (BATCH, ROW, COL), None])
@@ -235,10 +235,10 @@ def test_corners_are_empty(mask: AbstractMask, s, group):
 def test_one_list_for_several_heads(axes, merged):
     """It has the pairs that lists of their own would have, one head's after the other's."""
     grid = (2, 3, 4, 5)
-    layout = GridLayout(grid, (8, 8), (), axes)
+    layout = BlockGrid(grid, (8, 8), (), axes)
     kept, table = (BATCH, HEAD, ROW), None
     if axes is not None:
-        table = np.random.default_rng(0).integers(EMPTY, CORNER + 1, layout.shape(axes), np.int8)
+        table = np.random.default_rng(0).integers(EMPTY, DIAGONAL + 1, layout.shape(axes), np.int8)
     work, length = _work.work_list(table, layout, kept, FULL, merged)
     whole = np.full(grid, FULL, np.int8)
     if table is not None:
@@ -270,7 +270,7 @@ def test_a_list_in_parts(parts):
     """The pairs of all parts, one part after the other, are those of the list. A part has a `FIRST`
     pair at its begin and a `LAST` one at its end, and past that words without class and flags.
     """
-    layout = GridLayout((1, 1, 3, 4), (8, 8), (), (ROW, COL))
+    layout = BlockGrid((1, 1, 3, 4), (8, 8), (), (ROW, COL))
     table = np.array([[2, 2, 1, 0], [0, 0, 0, 0], [1, 2, 2, 3]], np.int8)
     work, length = _work.work_list(table, layout, (BATCH, HEAD, ROW), FULL)
     words, traced = np.asarray(work)[:length], jax.jit(_work.in_parts, static_argnums=(2, 3))
@@ -288,10 +288,10 @@ def test_a_list_in_parts(parts):
 
 
 def test_cores_do_not_share_a_list(monkeypatch):
-    layout = GridLayout((2, 3, 4, 5), (8, 8), ())
+    layout = BlockGrid((2, 3, 4, 5), (8, 8), ())
     assert _work.merged_axes(layout) == (BATCH, HEAD)
-    assert _work.merged_axes(GridLayout((2, 3, 16, 32), (8, 8), ())) == (HEAD,)
-    assert _work.merged_axes(GridLayout((2, 3, 64, 32), (8, 8), ())) == ()
+    assert _work.merged_axes(BlockGrid((2, 3, 16, 32), (8, 8), ())) == (HEAD,)
+    assert _work.merged_axes(BlockGrid((2, 3, 64, 32), (8, 8), ())) == ()
     monkeypatch.setattr(_work, "cores", lambda: 2)
     assert _work.merged_axes(layout) == ()
 
@@ -304,9 +304,9 @@ def test_cores_do_not_share_a_list(monkeypatch):
 )  # fmt: skip
 def test_windows_of_a_corner_are_all_of_it_or_none(keys, rows, corner, masked):
     """A window that straddles the edge of a corner holds pairs that are visible."""
-    layout = GridLayout((1, 1, 1, 1), (keys, rows), (), corner=corner)
+    layout = BlockGrid((1, 1, 1, 1), (keys, rows), (), corner=corner)
     inside = np.zeros((keys, rows), int)
-    for x in _windows.with_corner(layout, CORNER, half=masked):
+    for x in _windows.with_corner(layout, DIAGONAL, half=masked):
         inside[x.at, x.to] += x.kind == EMPTY
     of_corner = np.zeros((keys, rows), int)
     of_corner[keys // 2 :, :corner] = 1
@@ -332,17 +332,15 @@ def diagonal(count, sign):
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
     "side, known",
-    [(1024, {CORNER: diagonal(4, 1)}), (2048, {CORNER: diagonal(8, 1)}),
-     (512, {CORNER: diagonal(2, 1)}), (1024, {PARTIAL: diagonal(4, -1), CORNER: diagonal(4, 1)}),
+    [(1024, {DIAGONAL: diagonal(4, 1)}), (2048, {DIAGONAL: diagonal(8, 1)}),
+     (512, {DIAGONAL: diagonal(2, 1)}), (1024, {PARTIAL: diagonal(4, -1), DIAGONAL: diagonal(4, 1)}),
      (1024, {PARTIAL: ((FULL, PARTIAL, PARTIAL, EMPTY),) * 2})],
 )  # fmt: skip
 def test_windows_of_known_parts(side, known, half):
     """Each pair is in one window, of the kind that its place has; and beside the windows of a pair
     all of the pair before are added, each before its logits are replaced.
     """
-    layout = GridLayout(
-        (1, 1, 1, 1), (side, side), (), corner=side // 2, parts=tuple(known.items())
-    )
+    layout = BlockGrid((1, 1, 1, 1), (side, side), (), corner=side // 2, parts=tuple(known.items()))
     plain = _windows.windows(layout, FULL)
     for kind, wanted in known.items():
         kinds = np.full((side, side), -1)
@@ -411,12 +409,12 @@ def test_rows_in_turns(name, monkeypatch):
     """Outputs and all gradients, where scalar memory holds two rows of pairs."""
     mask, seen, wanted = TURNS[name]
     monkeypatch.setattr(TPULowering, "least_listed", (SIDE, SIDE))
-    turned = recorded(monkeypatch, most=47)
+    transposed = recorded(monkeypatch, most=47)
     given, ct = drawn("tpu", ROWS, KEYS, 4, 4, batch=2)
     bias = normal(4, *((1, 4, ROWS, KEYS) if name != "window" else (2, 1, ROWS, 1)))
     run = run_of(mask, blocksize_q=SIDE, blocksize_k=SIDE)
     judge(run, given | dict(bias=bias), ct, mask=seen)
-    assert {*turned} == wanted
+    assert {*transposed} == wanted
 
 
 def of_a_bias(shape, monkeypatch):
@@ -430,12 +428,12 @@ def of_a_bias(shape, monkeypatch):
 
 def test_gradients_of_pairs_do_not_take_an_array_for_each_list(monkeypatch):
     """They are added up in turns, however short the lists."""
-    turned = recorded(monkeypatch)
+    transposed = recorded(monkeypatch)
     for shape, axes in (((1, 4, ROWS, KEYS), [BATCH]), ((1, 1, 1, KEYS), [])):
         gradient, bias = of_a_bias(shape, monkeypatch)
         gradient.lower(bias)
-        assert turned == axes
-        turned.clear()
+        assert transposed == axes
+        transposed.clear()
 
 
 def test_gradients_of_pairs_round_once(monkeypatch):
@@ -453,11 +451,13 @@ def lowered(*args, mask: Any = Causal(), strategy: Any = Blockwise, **fields: An
 
 def test_a_list_that_is_known_holds_visible_blocks_only(monkeypatch):
     """Of 2^20 pairs of blocks, 2^11 are visible. Made on the device, the list would hold all."""
-    turned = recorded(monkeypatch)
+    transposed = recorded(monkeypatch)
     args = [jax.ShapeDtypeStruct((1, 2**20, 1, 128), jnp.bfloat16)] * 3
     fields = dict(runtime_dtype=jnp.bfloat16)
-    assert lowered(*args, mask=Causal() & SlidingWindow(1000, 0), **fields) == 1 and turned == []
-    assert lowered(*args, mask=KeyPadding(jnp.ones(1, int)), **fields) == 1 and turned == [ROW]
+    assert (
+        lowered(*args, mask=Causal() & SlidingWindow(1000, 0), **fields) == 1 and transposed == []
+    )
+    assert lowered(*args, mask=KeyPadding(jnp.ones(1, int)), **fields) == 1 and transposed == [ROW]
 
 
 def test_half_a_million_tokens_have_a_kernel():

@@ -16,8 +16,8 @@ from eqattn import (
     Segments,
 )
 from eqattn._problem.block_classes import table_of
-from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.problem import Problem
+from eqattn._problem.tiling import choose_tiling
 from eqattn._sweep.grid import EMPTY
 
 
@@ -81,7 +81,7 @@ def test_only_blocks_inside_of_sequences_are_visited(in_place, causal):
         mask = Segments(packed_segments(cu, N).ids)
         mask = Causal() & mask if causal else mask
         spec = Problem.from_call(x, x, x, AttentionMetadata(), mask=mask)
-        return (table_of(spec, choose_blocking(spec, 8, 8, in_place=in_place)) != EMPTY).sum()
+        return (table_of(spec, choose_tiling(spec, 8, 8, in_place=in_place)) != EMPTY).sum()
 
     assert visited(CU) == needed < 64
     assert jax.jit(visited)(jnp.asarray(CU)) == needed

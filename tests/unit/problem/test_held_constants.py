@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqattn
-from eqattn._problem.blocking import as_device_array
+from eqattn._problem.tiling import as_device_array
 
 
 TOKENS = 2**17

@@ -32,8 +32,8 @@ LIKE = jax.ShapeDtypeStruct((2, 2048, 4, 16), np.float32)
 
 
 def sizes(mask, like=LIKE, **metadata):
-    blocking, table = blocks_of(Blockwise(AttentionMetadata(**metadata)), like, like, like, mask)
-    return (blocking.block_q, blocking.block_k), blocking, table
+    tiling, table = blocks_of(Blockwise(AttentionMetadata(**metadata)), like, like, like, mask)
+    return (tiling.block_q, tiling.block_k), tiling, table
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -58,7 +58,7 @@ def test_a_mask_with_arrays_has_blocks_of_one_size(monkeypatch):
     """Calls trace them, so that sizes cannot follow what they hold."""
     documents, found = np.arange(2048) // 16, []
     assert sizes(Causal() & Segments(documents))[0] == (256, 256)
-    choose = _fold.choose_live_blocking
+    choose = _fold.choose_live_tiling
     note = lambda *args, **kw: found.append(choose(*args, **kw)) or found[-1]
     monkeypatch.setattr(_fold, "choose_live_blocking", note)
     q = normal(0, 1, 2048, 1, 4)

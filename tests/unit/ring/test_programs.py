@@ -10,14 +10,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqattn import attention, AttentionMetadata, masks as m
-from eqattn._problem.blocking import choose_blocking
 from eqattn._problem.mesh import ManualAxes
 from eqattn._problem.operands import BlockOperands
 from eqattn._problem.problem import Problem
 from eqattn._problem.shards import HeadExchange
+from eqattn._problem.tiling import choose_tiling
 from eqattn._ring.layout import Contiguous, Zigzag
 from eqattn._ring.plan import ring_plan
-from eqattn._sweep.grid import GridLayout
+from eqattn._sweep.grid import BlockGrid
 from eqattn._sweep.ring import Rotation
 from eqattn._sweep.sweep import sweep, table_per_hop
 from eqattn.strategies.ring import Ring
@@ -155,20 +155,20 @@ def visits(n, layout, mask):
         where = layout.tokens(tokens, n)
         spec = dataclasses.replace(spec, q_positions=where, kv_positions=where)
         size = tokens // (n * layout.parts) // 2
-        blocking = choose_blocking(spec, size, size, n * layout.parts)
+        tiling = choose_tiling(spec, size, size, n * layout.parts)
         ring = Rotation("sp", n, ahead, 0)
         manual = ManualAxes(mesh, tokens=("sp",))
         spread = HeadExchange(ring, manual=manual)
-        blocks = BlockOperands(spec, blocking, spread)
+        blocks = BlockOperands(spec, tiling, spread)
         in_axes = [x.axes for x in blocks.operands]
-        grid = spread.local(blocking).grid
+        grid = spread.local(tiling).grid
 
         def count(operands):
             own, consts = table_per_hop(
                 ring, blocks.classify, operands, in_axes, blocks.reads, grid
             )
             axes = [*in_axes, *[()] * len(consts)]
-            table = GridLayout(grid, (2**10, 2**10), (), ring=own)
+            table = BlockGrid(grid, (2**10, 2**10), (), ring=own)
             one = {c: lambda *_: [jnp.ones(())] for c in (1, 2)}
             return sweep(one, [*operands, *consts], axes, [()], layout=table)[0][None]
 

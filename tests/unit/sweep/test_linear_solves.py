@@ -102,8 +102,8 @@ def test_the_jacobian_of_a_transposed_map():
 
     def loss(b):
         g = jax.linearize(residual(of(Blockwise), inject, 0.7), at.ravel())[1]
-        turned = jax.linear_transpose(g, b)
-        return w @ jnp.linalg.solve(jax.jacobian(lambda u: turned(u)[0])(b), b)
+        transposed = jax.linear_transpose(g, b)
+        return w @ jnp.linalg.solve(jax.jacobian(lambda u: transposed(u)[0])(b), b)
 
     matrix = jax.jit(jax.jacfwd(residual(plain, inject, 0.7)))(at.ravel())
     got = jax.jit(jax.grad(loss))(b.ravel())

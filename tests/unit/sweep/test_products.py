@@ -43,13 +43,13 @@ def test_products_and_their_gradients(contract, n, few, lead):
     turn = lambda x, yes: np.swapaxes(x, -1, -2) if yes else x
     wide = [turn(np.float64(x), t) for x, t in ((a, contract[0] == 0), (b, contract[1] == 1))]
     z = np.float64(y)
-    for got, left, right, turned in (
+    for got, left, right, transposed in (
         (da, z, np.swapaxes(wide[1], -1, -2), contract[0] == 0),
         (db, np.swapaxes(wide[0], -1, -2), z, contract[1] == 1),
     ):
         depth = left.shape[-1]
         bound = (depth + 1) * u * (abs(left) @ abs(right))
-        assert (abs(turn(got, turned) - left @ right) <= bound).all()
+        assert (abs(turn(got, transposed) - left @ right) <= bound).all()
 
 
 @pytest.mark.parametrize("n, few", [(64, 40), (256, 4)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqattn._sweep.grid import COL, EMPTY, FULL, GridLayout, HEAD, PARTIAL, ROW
+from eqattn._sweep.grid import BlockGrid, COL, EMPTY, FULL, HEAD, PARTIAL, ROW
 from eqattn._sweep.ring import Rotation
 from eqattn._sweep.sweep import sweep, table_per_hop
 
@@ -43,7 +43,7 @@ def test_sums_around_a_ring(n, ahead, behind, unroll):
     f = lambda r, c: [jnp.sin(r + 2 * c), jnp.cos(3 * r - c)]
 
     def run(r, c):
-        layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
+        layout = BlockGrid((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
         return tuple(sweep({FULL: f}, [r, c], [(ROW,), (COL,)], [(ROW,), (COL,)], layout=layout))
 
     of_rows, of_columns = in_ring(n, run, (rows, columns), P("sp"), P("sp"))
@@ -57,7 +57,7 @@ def test_columns_travel_to_the_next_device_or_the_one_before(ahead, behind):
     """A route that is no whole turn shows which devices the columns came from."""
     n = 5
     rows, columns = numbers(n)
-    layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=Rotation("sp", n, ahead, behind))
+    layout = BlockGrid((1, 1, ROWS, COLUMNS), (1, 1), (), ring=Rotation("sp", n, ahead, behind))
     f = {FULL: lambda r, c: [r * c]}
     run = lambda r, c: sweep(f, [r, c], [(ROW,), (COL,)], [(ROW,)], layout=layout)[0]
     got = in_ring(n, run, (rows, columns), P("sp"), P("sp"))
@@ -73,7 +73,7 @@ def test_gradients_around_a_ring(n, ahead, behind, unroll):
     ring = Rotation("sp", n, ahead, behind, unroll=unroll)
 
     def run(r, c):
-        layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring, fused=unroll)
+        layout = BlockGrid((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring, fused=unroll)
         f = lambda r, c: [jnp.sin(r * c)]
         (out,) = sweep({FULL: f}, [r, c], [(ROW,), (COL,)], [(ROW,)], layout=layout)
         return out
@@ -91,7 +91,7 @@ def test_unrolled_hops_hold_no_loop():
 
     def program(unroll):
         ring = Rotation("sp", n, n - 1, 0, unroll=unroll)
-        layout = GridLayout((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
+        layout = BlockGrid((1, 1, ROWS, COLUMNS), (1, 1), (), ring=ring)
 
         def run(r, c):
             f = lambda r, c: [r * c]
@@ -125,7 +125,7 @@ def test_tables_of_hops_under_vmap():
         axes = [(ROW,), (COL,)]
         ring, consts = table_per_hop(ring, seen, [q, k], axes, (0, 1), (1, 1, ROWS, COLUMNS))
         assert not consts
-        layout = GridLayout((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
+        layout = BlockGrid((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
         f = lambda q, k: [(k + 1).astype(jnp.float32)]
         twice = lambda q, k: [2 * (k + 1).astype(jnp.float32)]
         return sweep({FULL: f, PARTIAL: twice}, [q, k], axes, [(ROW,)], layout=layout)[0]
@@ -154,7 +154,7 @@ def test_a_batch_axis_of_one_that_an_operand_has():
         ring = Rotation("sp", n, n - 1, 0)
         axes = [(-4, ROW), (COL,)]
         ring, _ = table_per_hop(ring, classify, [q, k], axes, (0, 1), (1, 1, ROWS, COLUMNS))
-        layout = GridLayout((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
+        layout = BlockGrid((1, 1, ROWS, COLUMNS), LARGE, (), ring=ring)
         f = lambda q, k: [jnp.ones((), jnp.float32)]
         return sweep({FULL: f}, [q, k], axes, [(-4, ROW)], layout=layout)[0]
 
@@ -168,7 +168,7 @@ def test_each_class_keeps_what_it_closes_over():
     table = jnp.array([[FULL, PARTIAL, EMPTY], [PARTIAL, PARTIAL, FULL]], jnp.int8)
     of_full, of_partial = jnp.arange(4.0), jnp.full((2,), 10.0)
     more = jnp.float32(0.5)
-    layout = GridLayout((1, 1, 2, 3), (1, 1), (), (ROW, COL))
+    layout = BlockGrid((1, 1, 2, 3), (1, 1), (), (ROW, COL))
 
     @jax.jit
     def run(of_full, of_partial, more):
@@ -191,7 +191,7 @@ def test_axes_of_heads_stay_in_their_place():
     ring = Rotation("sp", n, 1, 1)
 
     def run(r, c):
-        layout = GridLayout((1, 2, ROWS, COLUMNS), (1, 1), (), ring=ring)
+        layout = BlockGrid((1, 2, ROWS, COLUMNS), (1, 1), (), ring=ring)
         f = lambda r, c: [r * c, r + c]
         axes = [(HEAD, ROW), (HEAD, COL)]
         return tuple(sweep({FULL: f}, [r, c], axes, [(ROW,), (HEAD, COL)], layout=layout))

@@ -20,7 +20,7 @@ from eqattn import (
     SlidingWindow,
 )
 from eqattn._sweep import lowering
-from eqattn._sweep.grid import GridLayout
+from eqattn._sweep.grid import BlockGrid
 from eqattn._sweep.steps import at_columns
 
 
@@ -141,7 +141,7 @@ def test_how_many_columns_a_step_visits(block, listed, columns):
         class module_context:  # noqa: N801
             platforms = ("cpu",)
 
-    layout = GridLayout((1, 2, 5, 9), block, (), live_pairs=5 * listed)
+    layout = BlockGrid((1, 2, 5, 9), block, (), live_pairs=5 * listed)
     assert lowering.columns_together(Context, layout) == columns
     Context.module_context.platforms = ("cuda",)
     assert lowering.columns_together(Context, layout) == 1

@@ -12,7 +12,7 @@ from matrix import bound, oracle
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
 from eqattn._jax import jaxpr_as_fun
-from eqattn._sweep.grid import COL, EMPTY, FULL, GridLayout, PARTIAL, ROW
+from eqattn._sweep.grid import BlockGrid, COL, EMPTY, FULL, PARTIAL, ROW
 from eqattn._sweep.ring import Rotation
 from eqattn._sweep.sweep import sweep
 
@@ -22,7 +22,7 @@ LARGE = (2**10, 2**10)  # blocks beyond what is vectorised over the batch
 
 def visits(table, axes, grid):
     """How many blocks are visited, by summing one per visit."""
-    layout = GridLayout(grid, LARGE, (), axes)
+    layout = BlockGrid(grid, LARGE, (), axes)
     one = {PARTIAL: lambda: [jnp.ones(())], FULL: lambda: [jnp.ones(())]}
     return sweep(one, [], [], [()], layout=layout, table=table)[0]
 
@@ -62,7 +62,7 @@ def test_is_a_block_sparse_einsum(block):
     outs = sweep(
         {PARTIAL: f, FULL: lambda *b: [2 * y for y in f(*b)]},
         [jnp.asarray(x) for x in xs], AXES, AXES,
-        layout=GridLayout(GRID, block, (), (-4, -2, -1)), table=jnp.asarray(table),
+        layout=BlockGrid(GRID, block, (), (-4, -2, -1)), table=jnp.asarray(table),
     )  # fmt: skip
     if block == (1, 1):  # one table for the whole batch: empty only where all are, full likewise
         least, most = table.min(0, keepdims=True), table.max(0, keepdims=True)
@@ -196,7 +196,7 @@ def test_cotangents_round_once():
 
 def test_cotangents_of_narrow_operands_are_summed_wide():
     """A sum of ones in bfloat16 would end at 256."""
-    layout = GridLayout((1, 1, 1, 300), (1, 1), ())
+    layout = BlockGrid((1, 1, 1, 300), (1, 1), ())
     wide = {FULL: lambda x: [x.astype(jnp.float32)]}
     total = lambda x: sweep(wide, [x], [(ROW,)], [(ROW,)], layout=layout)[0].sum()
     assert jax.grad(total)(jnp.ones(1, jnp.bfloat16)) == 300
@@ -204,7 +204,7 @@ def test_cotangents_of_narrow_operands_are_summed_wide():
 
 def test_cotangents_of_all_outputs_are_summed():
     r, c = np.array([0.5, -1.0, 2.0], np.float32), np.array([1.5, 0.25], np.float32)
-    layout = GridLayout((1, 1, 3, 2), (1, 1), ())
+    layout = BlockGrid((1, 1, 3, 2), (1, 1), ())
 
     def loss(r, c):
         f = {FULL: lambda r, c: [jnp.sin(r * c), r * r * c]}
@@ -220,7 +220,7 @@ def test_cotangents_of_all_outputs_are_summed():
 def test_vmap_takes_the_place_of_a_batch_axis_of_one():
     rng = np.random.default_rng(0)
     r, c = (rng.normal(size=shape).astype(np.float32) for shape in ((5, 1, 3), (5, 2)))
-    layout = GridLayout((1, 1, 3, 2), (1, 1), ())
+    layout = BlockGrid((1, 1, 3, 2), (1, 1), ())
     axes = [(-4, ROW), (COL,)]
     f = {FULL: lambda r, c: [r * c]}
     one = lambda r, c: sweep(f, [r, c], axes, [(-4, ROW)], layout=layout)[0]
@@ -230,5 +230,5 @@ def test_vmap_takes_the_place_of_a_batch_axis_of_one():
 
 def test_a_layout_of_some_operands():
     ring = Rotation("sp", 4, 3, 0, reads=(0, 2))
-    layout = GridLayout((1, 1, 2, 3), (1, 1), ((ROW,), (COL,), ()), ring=ring).only([0, 2])
+    layout = BlockGrid((1, 1, 2, 3), (1, 1), ((ROW,), (COL,), ()), ring=ring).only([0, 2])
     assert layout.in_axes == ((ROW,), ()) and layout.ring.reads == (0, 1)

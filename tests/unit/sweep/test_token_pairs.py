@@ -10,13 +10,13 @@ from _draw import normal
 from _programs import DEFAULT_CODE
 
 from eqattn import attention, Causal
-from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, pick, put, ROW
+from eqattn._sweep.grid import BATCH, BlockGrid, COL, HEAD, pick, put, ROW
 from eqattn._sweep.tokens import by_pairs, TokenPairs, Tokens
 
 
 AT = {BATCH: 1, HEAD: 2, ROW: 3, COL: 4}
 TOKENS = Tokens(ROW, 24, 6, group=2), Tokens(COL, 40, 8)
-LAYOUT = GridLayout((2, 3, 4, 5), (8, 12), (), tokens=TOKENS, turned=True, stage="fold")
+LAYOUT = BlockGrid((2, 3, 4, 5), (8, 12), (), tokens=TOKENS, transposed=True, stage="fold")
 AXES = [
     (BATCH, HEAD, ROW, COL),
     (HEAD, ROW, COL),

@@ -9,20 +9,20 @@ import pytest
 from _draw import normal
 
 from eqattn import attention, Causal
-from eqattn._sweep.grid import BATCH, COL, GridLayout, HEAD, pick, put, ROW
+from eqattn._sweep.grid import BATCH, BlockGrid, COL, HEAD, pick, put, ROW
 from eqattn._sweep.tokens import by_tokens, TokenRows, Tokens
 
 
 AT = {BATCH: 1, HEAD: 2, ROW: 3}
-LAYOUT = GridLayout((2, 3, 4, 5), (8, 12), (), tokens=(Tokens(ROW, 24, 6, group=2),))
+LAYOUT = BlockGrid((2, 3, 4, 5), (8, 12), (), tokens=(Tokens(ROW, 24, 6, group=2),))
 ROWS = (BATCH, HEAD, ROW)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_block_is_read_and_written_in_place(turned):
-    turn = (lambda x: jnp.swapaxes(x, -1, -2)) if turned else lambda x: x
+def test_a_block_is_read_and_written_in_place(transposed):
+    turn = (lambda x: jnp.swapaxes(x, -1, -2)) if transposed else lambda x: x
     x = turn(normal(0, 2, 3, 4, 12, 7))
-    found = by_tokens(x, ROWS, LAYOUT, turned)
+    found = by_tokens(x, ROWS, LAYOUT, transposed)
     assert isinstance(found, TokenRows)
     assert np.array_equal(found.blocks(LAYOUT), x)
     assert np.array_equal(found.pick(AT), pick(x, ROWS, AT))

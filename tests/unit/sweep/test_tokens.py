@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eqattn import attention, AttentionMetadata, Blockwise
-from eqattn._problem.blocking import Blocking, choose_blocking
 from eqattn._problem.problem import Problem
+from eqattn._problem.tiling import choose_tiling, Tiling
 from eqattn._sweep.grid import BATCH, COL, even_size, HEAD, ROW, whole_size
 from eqattn._sweep.tokens import joined, padded
 
@@ -15,32 +15,32 @@ from eqattn._sweep.tokens import joined, padded
 AXES = {ROW: (BATCH, HEAD, ROW), COL: (BATCH, HEAD, COL)}
 
 
-def blocking(**kw):
+def tiling(**kw):
     sizes = dict(batch=2, kv_heads=3, group=2, queries=21, keys=10, block_q=8, block_k=4)
-    return Blocking(**sizes | kw)
+    return Tiling(**sizes | kw)
 
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_blocks_are_made_of_tokens_and_tokens_of_blocks(group):
-    made = blocking(group=group)
+    made = tiling(group=group)
     rows, columns = made.tokens
     sizes = dict(zip((BATCH, HEAD, ROW, COL), made.grid))
     q = np.random.default_rng(0).standard_normal((2, 21, 3 * group, 5)).astype(np.float32)
     q = jnp.asarray(q)
     k = q[:, :10, :3]
     blocks = {ROW: made.rows_of(q), COL: made.columns_of(k)}
-    for tokens, x, turned in ((rows, q, True), (columns, k, False)):
+    for tokens, x, transposed in ((rows, q, True), (columns, k, False)):
         lie, axes = blocks[tokens.axis], AXES[tokens.axis]
         for flip in (False, True):
             form = jnp.swapaxes(lie, -1, -2) if flip else lie
-            np.testing.assert_array_equal(tokens.joined(form, axes, turned != flip), x)
-            np.testing.assert_array_equal(tokens.cut(x, axes, sizes, turned != flip), form)
+            np.testing.assert_array_equal(tokens.joined(form, axes, transposed != flip), x)
+            np.testing.assert_array_equal(tokens.cut(x, axes, sizes, transposed != flip), form)
 
 
 def test_other_axes_stay_in_front():
-    rows, _ = blocking(batch=1).tokens
+    rows, _ = tiling(batch=1).tokens
     x = np.arange(7 * 3 * 3 * 5 * 16).reshape(7, 3, 3, 5, 16)
-    got = rows.joined(jnp.asarray(x), (-5, HEAD, ROW), turned=True)
+    got = rows.joined(jnp.asarray(x), (-5, HEAD, ROW), transposed=True)
     want = x.reshape(7, 3, 3, 5, 2, 8).transpose(0, 2, 5, 1, 4, 3).reshape(7, 24, 6, 5)
     np.testing.assert_array_equal(got, want[:, :21])
 
@@ -48,14 +48,14 @@ def test_other_axes_stay_in_front():
 @pytest.mark.parametrize("group", [1, 2])
 def test_nothing_is_copied(group):
     """Neither what is cut and joined again, with its padding, nor what is joined and cut."""
-    made = blocking(group=group)
+    made = tiling(group=group)
     rows, columns = made.tokens
     sizes = dict(zip((BATCH, HEAD, ROW, COL), made.grid))
 
     def there_and_back(q, k, out):
-        out = rows.cut(out, AXES[ROW], sizes, turned=False)
+        out = rows.cut(out, AXES[ROW], sizes, transposed=False)
         return (
-            rows.joined(made.rows_of(q), AXES[ROW], turned=True),
+            rows.joined(made.rows_of(q), AXES[ROW], transposed=True),
             columns.joined(made.columns_of(k), AXES[COL]),
             made.from_rows(out),
         )
@@ -67,7 +67,7 @@ def test_nothing_is_copied(group):
 
 
 def test_parts_do_not_lie_behind_each_other():
-    assert blocking(parts=3).tokens == ()
+    assert tiling(parts=3).tokens == ()
 
 
 @pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
@@ -94,7 +94,7 @@ def test_what_pads_has_no_gradient(by):
 
 def test_padded_pairs_are_put_together():
     """Nothing is copied but by the padding, which is entries from the end."""
-    made = blocking(batch=1, joins=True)
+    made = tiling(batch=1, joins=True)
 
     def there_and_back(x):
         blocks, axes = made.pairs_of(x)
@@ -118,7 +118,7 @@ def test_parts_of_a_length_are_even():
     """Their pairs are copied anyway, and blocks that divide the whole need not divide a part."""
     q, bias = jnp.zeros((1, 1900, 1, 8)), jnp.zeros((1, 1900, 1900))
     problem = Problem.from_call(q, q, q, AttentionMetadata(), bias=bias)
-    sizes = [choose_blocking(problem, None, None, parts=n).block for n in (1, 4)]
+    sizes = [choose_tiling(problem, None, None, parts=n).block for n in (1, 4)]
     assert sizes == [(190, 190), (even_size(1900, 256),) * 2]
 
 

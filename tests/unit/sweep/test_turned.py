@@ -8,7 +8,7 @@ import pytest
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, ScoreFn
 from eqattn._sweep.nonfinite import masked_dot
 from eqattn._sweep.products import dot
-from eqattn._sweep.steps import evaluate_turned
+from eqattn._sweep.steps import evaluate_transposed
 
 
 KEYS, ROWS, FEATURES = 6, 4, 3
@@ -30,12 +30,12 @@ def _of_other_operations(q, k, of_rows, of_keys, pairs):
 
 
 @pytest.mark.parametrize("fn", [_plain, _masked, _of_other_operations])
-def test_a_turned_function_returns_transposed_results(fn):
+def test_a_transposed_function_returns_transposed_results(fn):
     shapes = (FEATURES, ROWS), (KEYS, FEATURES), (1, ROWS), (KEYS, 1), (KEYS, ROWS)
     rng = np.random.default_rng(0)
     q, *others = (jnp.asarray(rng.standard_normal(n, dtype=np.float32)) for n in shapes)
     closed = jax.make_jaxpr(fn)(q, *others)
-    for x, y in zip(evaluate_turned(closed, [q.T, *others]), fn(q, *others), strict=True):
+    for x, y in zip(evaluate_transposed(closed, [q.T, *others]), fn(q, *others), strict=True):
         np.testing.assert_allclose(x, y.T, rtol=1e-5, atol=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_a_turned_function_returns_transposed_results(fn):
         pytest.param(1000, 500, False, id="copied as padded blocks"),
     ],
 )
-def test_a_copied_bias_of_all_pairs_is_not_transposed_in_each_block(t, s, turned):
+def test_a_copied_bias_of_all_pairs_is_not_transposed_in_each_block(t, s, transposed):
     """Its blocks would be. So a program with such a bias computes logits as `[keys, rows]`, and
     another as `[rows, keys]`. In blocks of a row and a column of known sizes, these are the shapes
     of their products.
@@ -64,7 +64,7 @@ def test_a_copied_bias_of_all_pairs_is_not_transposed_in_each_block(t, s, turned
     by_rows, by_keys = f"{rows}x{keys}xf32", f"{keys}x{rows}xf32"
     assert by_rows in products(None) and by_keys not in products(None)
     found = products(jnp.ones((t, s)))
-    assert (by_keys in found) == (not turned) and (by_rows in found or not turned)
+    assert (by_keys in found) == (not transposed) and (by_rows in found or not transposed)
 
 
 def _logits_of(fn, *args, shape):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...._sweep.grid import BlockRequest, BlockSizes, GridLayout
+from ...._sweep.grid import BlockGrid, BlockRequest, BlockSizes
 from ...._sweep.lowering import Lowering
 from ..chip import capability, LARGEST_DIM
 from ..lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
@@ -89,7 +89,7 @@ class GPULowering(NvidiaLowering):
 
         return "triton", TritonLowering(self.asked)
 
-    def unsupported_storage(self, layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+    def unsupported_storage(self, layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
         from .decode import unsupported_storage
 
         return unsupported_storage(layout, logits, operands)

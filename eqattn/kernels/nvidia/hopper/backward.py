@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._jax import abstract
-from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
 from ..diagonals import DiagonalOperand
 from ..operands import divided, first_row, Places, rounded_up, ROWS, Side, TILE, WARPGROUP
 from ..operations import Value
@@ -554,7 +554,7 @@ _FEW = 8, 16, 32
 """Numbers of queries of a block that are copied at once, as fewer than a warpgroup has."""
 
 
-def written_whole(layout: GridLayout, tile: int) -> bool:
+def written_whole(layout: BlockGrid, tile: int) -> bool:
     """Whether tiles can be written where a bias lies in memory. Otherwise some would reach into the
     next block.
     """
@@ -729,7 +729,7 @@ def visit_sum(
     programs: dict[int, SumProgram],
     side: Side,
     wanted: dict[int, tuple[int, ...]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     dtypes: dict[int, Any],
     interpreted: bool,
@@ -764,7 +764,7 @@ def visit_sum(
             continue
         width = arrays.first.size(gradient.matrix)
         x = x[:, :length, :width].reshape(*shape, length, width)
-        done[o] = jnp.swapaxes(x, -1, -2) if gradient.turned else x
+        done[o] = jnp.swapaxes(x, -1, -2) if gradient.transposed else x
     return done
 
 
@@ -772,7 +772,7 @@ def visit_pairs(
     programs: dict[int, SumProgram],
     side: Side,
     wanted: dict[int, tuple[int, ...]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     dtypes: dict[int, Any],
     interpreted: bool,
@@ -817,8 +817,8 @@ def _tile(arrays: SumArrays) -> int:
 def _placed(arrays: SumArrays, padded: tuple[int, int]) -> Any:
     """The function that says where a matrix lies, for blocks that are padded to these lengths."""
     by_axis = dict(zip((arrays.side.own, arrays.side.other), padded))
-    return lambda axes, axis, rows, width, turned: Matrix(
-        arrays.layout, axes, axis, rows, width, by_axis[axis], turned
+    return lambda axes, axis, rows, width, transposed: Matrix(
+        arrays.layout, axes, axis, rows, width, by_axis[axis], transposed
     )
 
 

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._jax import abstract
-from ...._sweep.grid import FULL, GridLayout, PARTIAL
+from ...._sweep.grid import BlockGrid, FULL, PARTIAL
 from ..._program import LOG2E
 from ..chip import LONGEST
 from ..operands import padded, rounded_up
@@ -56,7 +56,7 @@ from ..stored import (
     unsupported_pieces,
 )
 from . import mosaic
-from .forward import TwoVisits
+from .forward import NonFiniteFallback
 from .mosaic import clean_values, meet
 from .traverse import called
 
@@ -175,7 +175,7 @@ class Sizes(StoredSizes):
         return (memory - own) // each
 
 
-def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+def unsupported_storage(layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
     """Why the kernel cannot read a cache; empty if it can.
 
     **Arguments:**
@@ -299,7 +299,7 @@ def scales_by_head(x: Any, heads: int, piece: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(StoredPlan, TwoVisits):
+class Plan(StoredPlan, NonFiniteFallback):
     """A fold by this kernel, on a `layout` with padded rows.
 
     **Arguments:** those of `StoredPlan`, and
@@ -557,8 +557,8 @@ class Program(StoredProgram):
         if plan.again:
             self.wait_for_values(step)
             acc, den, top = state
-            v_scales, poison = self.clean(worker, value, v_scales, s)
-            acc = jnp.where(across(poison, acc) == 0, acc, jnp.float32(jnp.nan))  # 0 may be -0
+            v_scales, nan_flag = self.clean(worker, value, v_scales, s)
+            acc = jnp.where(across(nan_flag, acc) == 0, acc, jnp.float32(jnp.nan))  # 0 may be -0
             state = acc, den, top
         for scale in v_scales:
             if scale is not None:
@@ -590,9 +590,9 @@ class Program(StoredProgram):
         if jnp.issubdtype(self.plan.stored, jnp.floating):
             if len(self.plan.sizes.widths) > 1:  # both read logits from the same tile
                 meet(self.both[0])
-            poison = mosaic.vector(self.memory[7][worker], 0, keys)
-            clean_values(value, self.plan.sizes.width, poison)
-            total = mosaic.load(poison, "other")
+            nan_flag = mosaic.vector(self.memory[7][worker], 0, keys)
+            clean_values(value, self.plan.sizes.width, nan_flag)
+            total = mosaic.load(nan_flag, "other")
         cleaned = []
         for scale in scales:
             if scale is not None:
@@ -603,13 +603,13 @@ class Program(StoredProgram):
         return cleaned, jnp.where(s == -jnp.inf, jnp.float32(0), total).sum(1)
 
 
-def visit_stored(steps: dict[int, Any], layout: GridLayout, *args: Any, interpreted: bool) -> list:
+def visit_stored(steps: dict[int, Any], layout: BlockGrid, *args: Any, interpreted: bool) -> list:
     """Numerator, denominator and maximum of each row of the grid, with its grid axes in front."""
     run = lambda *xs: _visit(steps, layout, xs, interpreted)
     return called(run, interpreted, *args)
 
 
-def _visit(steps: dict[int, Any], layout: GridLayout, args: Sequence, interpreted: bool) -> list:
+def _visit(steps: dict[int, Any], layout: BlockGrid, args: Sequence, interpreted: bool) -> list:
     arrays = StoredArrays(steps, layout, args, mosaic.native(interpreted))
     sizes = Sizes.of(layout, arrays.stored)
 

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._jax import abstract
-from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
 from ..._program import LOG2E
 from ..diagonals import DiagonalOperand
 from ..operands import divided, first_row, padded, ROWS, Sizes, TILE
@@ -57,7 +57,7 @@ from .mosaic import clean_together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoVisits(abc.ABC):
+class NonFiniteFallback(abc.ABC):
     """A plan whose blocks are visited once or twice, each time by a kernel.
 
     **Arguments:**
@@ -140,7 +140,7 @@ class TwoVisits(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(FoldPlan, TwoVisits):
+class Plan(FoldPlan, NonFiniteFallback):
     """A fold by this kernel."""
 
     @property
@@ -452,7 +452,7 @@ class Program:
         s, *weights = self.logits(program, near, step, slot, cleans)
         if cleans:  # registers hold no factors of values yet
             acc, den, top = state
-            den = den + self.poison(s)
+            den = den + self.nan_flag(s)
             if not plan.interpreted:
                 s, den = mosaic.in_order(s, den)
             state = acc, den, top
@@ -475,12 +475,12 @@ class Program:
         mosaic.barrier_arrive(self.free[1].at[slot])
         return acc, den, now
 
-    def poison(self, s: Any) -> Any:
+    def nan_flag(self, s: Any) -> Any:
         """Adds up, for each row, the poison that `clean` noted for the keys that the row sees."""
-        poison, total = self.memory[4][0].at[self.warpgroup], jnp.float32(0)
+        nan_flag, total = self.memory[4][0].at[self.warpgroup], jnp.float32(0)
         for first in range(0, s.shape[1], mosaic.PIECE):
             x = mosaic.piece(s, first)
-            bad = mosaic.load(poison.at[mosaic.ds(first, mosaic.PIECE)], "other")
+            bad = mosaic.load(nan_flag.at[mosaic.ds(first, mosaic.PIECE)], "other")
             bad = lax.broadcast_in_dim(bad, x.shape, [1])
             total = total + jnp.where(x == -jnp.inf, 0.0, bad)
         return total.sum(1)
@@ -502,7 +502,7 @@ class Program:
 
 def visit_fold(
     steps: dict[int, Any],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence,
     finish: Any,
     into: Sequence | None,
@@ -522,8 +522,8 @@ def visit_fold(
     count, groups = places * (plan.sizes.padded_rows // TILE), 2 + plan.sizes.copied_apart
     found = plan.run(out, inputs, "eqattn_fold", count, interpreted, groups)
     return [
-        _blocks(x, arrays, shape, wide, turned) if place is None else place.blocks(x)
-        for x, place, (_, wide, turned) in zip(found, plan.results, ends)
+        _blocks(x, arrays, shape, wide, transposed) if place is None else place.blocks(x)
+        for x, place, (_, wide, transposed) in zip(found, plan.results, ends)
     ]
 
 
@@ -535,27 +535,31 @@ def _plan(arrays: FoldArrays, continued: bool, interpreted: bool) -> Plan:
     q_axes, k_axes, v_axes = arrays.axes
     of_rows, of_keys, kept = (ROW, rows), (COL, keys), (*layout.batch, ROW)
     results: list[Matrix | None] = []
-    for result, is_wide, turned in found["ending"].results:
-        place = Matrix(layout, kept, *of_rows, sizes.width, sizes.padded_rows, turned=not turned)
+    for result, is_wide, transposed in found["ending"].results:
+        place = Matrix(
+            layout, kept, *of_rows, sizes.width, sizes.padded_rows, transposed=not transposed
+        )
         by_copies = is_wide and result == arrays.dtype and sizes.padded_width <= sizes.padded_dim
         results.append(place if by_copies else None)
     return Plan(
         **found,
         sizes=sizes,
-        query=Matrix(layout, q_axes, *of_rows, sizes.dim, sizes.padded_rows, turned=True),
-        key=Matrix(layout, k_axes, *of_keys, sizes.dim, sizes.padded_keys, turned=False),
-        value=Matrix(layout, v_axes, *of_keys, sizes.width, sizes.padded_keys, turned=False),
+        query=Matrix(layout, q_axes, *of_rows, sizes.dim, sizes.padded_rows, transposed=True),
+        key=Matrix(layout, k_axes, *of_keys, sizes.dim, sizes.padded_keys, transposed=False),
+        value=Matrix(layout, v_axes, *of_keys, sizes.width, sizes.padded_keys, transposed=False),
         results=results,
         continued=continued,
         interpreted=interpreted,
     )
 
 
-def _blocks(x: Any, arrays: FoldArrays, shape: tuple[int, ...], wide: bool, turned: bool) -> Any:
+def _blocks(
+    x: Any, arrays: FoldArrays, shape: tuple[int, ...], wide: bool, transposed: bool
+) -> Any:
     """The blocks of a result that lies as the kernel has it, padded, without what pads them."""
     x = x[:, : arrays.rows, : arrays.width] if wide else x[:, : arrays.rows]
     x = x.reshape(*shape, *x.shape[1:])
-    return jnp.swapaxes(x, -1, -2) if wide and not turned else x
+    return jnp.swapaxes(x, -1, -2) if wide and not transposed else x
 
 
 def _padded_blocks(x: Any, lead: int, lengths: Sequence[int]) -> Any:

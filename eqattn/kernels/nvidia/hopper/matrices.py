@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._sweep.grid import GridLayout, HEAD
+from ...._sweep.grid import BlockGrid, HEAD
 from ...._sweep.tokens import Tokens
 from ..operands import divided, padded, Places, rounded_up, WARPGROUP
 from . import mosaic
@@ -42,16 +42,16 @@ class Matrix:
     - `axes`, `axis`: the grid axes of the matrix, and the one along which its tokens lie.
     - `rows`, `width`: the numbers of rows and features of a block, before they are padded.
     - `length`: the number of rows to which a copy of a block is padded.
-    - `turned`: whether blocks are `[width, rows]`.
+    - `transposed`: whether blocks are `[width, rows]`.
     """
 
-    layout: GridLayout
+    layout: BlockGrid
     axes: tuple[int, ...]
     axis: int
     rows: int
     width: int
     length: int
-    turned: bool
+    transposed: bool
 
     @property
     def features(self) -> int:
@@ -78,10 +78,10 @@ class Matrix:
     def given(self, x: Any, dtype: Any) -> Any:
         """Turns blocks into the kernel's array, `[elements, tokens, heads, features]`."""
         if self.tokens is None:
-            x = jnp.swapaxes(x, -1, -2) if self.turned else x
+            x = jnp.swapaxes(x, -1, -2) if self.transposed else x
             x = padded(x.reshape(-1, self.rows, 1, self.width), 1, self.length)
         else:
-            x = self.tokens.joined(x, self.axes, self.turned)
+            x = self.tokens.joined(x, self.axes, self.transposed)
             x = x.reshape(-1, *x.shape[-3:])
             x = padded(x, 1, rounded_up(x.shape[1], _ROWS))
         return padded(x, 3, self._stored_width).astype(dtype)
@@ -111,9 +111,9 @@ class Matrix:
         if self.tokens is not None:
             x = x[:, : self.tokens.count]
             x = x.reshape(*[sizes[a] for a in self._others], *x.shape[1:])
-            return self.tokens.cut(x, self.axes, sizes, self.turned)
+            return self.tokens.cut(x, self.axes, sizes, self.transposed)
         x = x[:, : self.rows, 0].reshape(*sizes.values(), self.rows, self.width)
-        return jnp.swapaxes(x, -1, -2) if self.turned else x
+        return jnp.swapaxes(x, -1, -2) if self.transposed else x
 
     def copies(self, count: int) -> int:
         """How many copies a tile of so many rows takes: one for each head in it."""

@@ -103,7 +103,7 @@ def load(ref: Any, which: Any) -> Any:
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
-def load_turned(ref: Any) -> Any:
+def load_transposed(ref: Any) -> Any:
     """Reads an array `[other, own]` as the `"pairs"` of a block."""
     x = load(ref.transpose((1, 0)), plgpu.Layout.WGMMA_TRANSPOSED)
     # Threads exchange numbers of 16 or 32 bits.
@@ -432,7 +432,7 @@ def clean(part: Any) -> None:
     part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, jnp.zeros_like(x))
 
 
-def clean_values(tile: Any, width: int, poison: Any) -> None:
+def clean_values(tile: Any, width: int, nan_flag: Any) -> None:
     """Replaces what is not finite by 0 in values that a single warpgroup reads.
 
     **Arguments:**
@@ -440,7 +440,7 @@ def clean_values(tile: Any, width: int, poison: Any) -> None:
     - `tile`: some columns of values `[keys, width]` in shared memory. 16 divides the number of
         keys, which may be fewer than those of the layout of products.
     - `width`: how many columns there are in all.
-    - `poison`: shared memory `[keys]`. It gets NaN for a key whose value is not finite, else 0.
+    - `nan_flag`: shared memory `[keys]`. It gets NaN for a key whose value is not finite, else 0.
     """
     keys, columns = tile.shape
     n = line(2 * width, 2 * keys) // 2
@@ -453,5 +453,5 @@ def clean_values(tile: Any, width: int, poison: Any) -> None:
             found = found + jnp.where(fine, jnp.float32(0), jnp.float32(jnp.nan)).sum(1)
             commit_smem()  # two more warps have the same rows, and have read them now
             part[...] = jnp.where(fine, x, jnp.zeros_like(x))
-        store(found, poison.at[rows])
+        store(found, nan_flag.at[rows])
     commit_smem()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...._jax import varying_axes
-from ...._sweep.grid import GridLayout
+from ...._sweep.grid import BlockGrid
 from ...._sweep.steps import Finish, FoldStep
 from ..pair_gradients import one_each, PairSumProgram
 from ..plans import kept
@@ -17,7 +17,7 @@ from .forward import visit_fold
 
 def traverse(
     steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
@@ -42,7 +42,7 @@ def traverse(
 
 def traverse_sum(  # noqa: PLR0913 (the arguments that every visit of a lowering has)
     steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],

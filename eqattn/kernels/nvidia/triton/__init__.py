@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...._sweep.grid import BlockRequest, BlockSizes, GridLayout
+from ...._sweep.grid import BlockGrid, BlockRequest, BlockSizes
 from ..lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
 from ..operations import named, unsupported, unsupported_of_users
 
@@ -75,12 +75,12 @@ class TritonLowering(NvidiaLowering):
         gone = f"Pallas Triton is no longer in jax {jax.__version__}"
         return super().unavailable() if available() else gone
 
-    def unsupported_storage(self, layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+    def unsupported_storage(self, layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
         from .decode import unsupported_storage
 
         return unsupported_storage(layout, logits, operands)
 
-    def unsupported_fold(self, ctx: Any, layout: GridLayout, visits: Sequence[Any]) -> str:
+    def unsupported_fold(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> str:
         if any(x.size >= 2**31 for x in layout.split(ctx.avals_in)[1]):
             return "it counts the numbers of an array in 31 bits"
         return super().unsupported_fold(ctx, layout, visits)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._jax import abstract
-from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
 from ..diagonals import DiagonalOperand
 from ..operands import divided, rounded_up, ROWS, Side
 from ..operations import Value
@@ -359,7 +359,7 @@ class PairSums(Program):
 
 def traverse_sum(
     steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     *more: Any,
     interpreted: bool = False,
@@ -397,7 +397,7 @@ def _kernels_of(
 
 
 def _sums(
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     interpreted: bool,
     programs: dict[int, SumProgram],
@@ -431,7 +431,7 @@ def _sums(
 
 
 def _pair_sums(
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     interpreted: bool,
     programs: dict[int, SumProgram],

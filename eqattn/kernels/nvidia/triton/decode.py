@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._jax import abstract
-from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL
+from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL
 from ..._program import LOG2E
 from ..chip import LARGEST_DIM, LONGEST
 from ..operations import Value
@@ -248,9 +248,9 @@ class Program(StoredProgram):
         for source, refs in zip(plan.values, self.v):
             value, scale = self.vectors(source, refs, 1, column, keys, sizes.padded_width)
         if cleans:
-            value, scale, poison = cleaned(s, value, scale)
+            value, scale, nan_flag = cleaned(s, value, scale)
             acc, den, top = state
-            state = acc, den + poison, top
+            state = acc, den + nan_flag, top
         if scale is not None:
             weights = [x * across(scale) for x in weights] or [across(scale)]
         powers = triton.powers(plan.interpreted)
@@ -260,7 +260,7 @@ class Program(StoredProgram):
 
 
 def visit_stored(
-    steps: dict[int, Any], layout: GridLayout, *args: Any, interpreted: bool
+    steps: dict[int, Any], layout: BlockGrid, *args: Any, interpreted: bool
 ) -> list[Any]:
     """Numerator, denominator and maximum of each row of the grid, with its grid axes in front."""
     check_axes(interpreted, args)
@@ -312,7 +312,7 @@ def _source(arrays: StoredArrays, part: Part) -> tuple[Source, list[Any]]:
     return Source(axes, size, tokens, arrays.pages, (lead, count), scaled), found
 
 
-def unsupported_storage(layout: GridLayout, logits: Any, operands: Sequence[Any]) -> str:
+def unsupported_storage(layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
     """Why the kernel cannot read a cache; empty if it can. Arguments are those of
     `eqattn.kernels.gpu._stored.unsupported_storage`.
     """

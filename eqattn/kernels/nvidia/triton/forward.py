@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...._jax import abstract, varying_axes
-from ...._sweep.grid import COL, FULL, GridLayout, PARTIAL, ROW
+from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
 from ...._sweep.steps import Finish, FoldStep
 from ..._program import LOG2E
 from ..diagonals import DiagonalOperand
@@ -105,7 +105,9 @@ class Plan(FoldPlan):
     def old(self) -> Rows:
         """Where the numerators of an earlier Carry lie."""
         owned, sizes = (*self.layout.batch, ROW), self.sizes
-        return Rows(self.layout, owned, ROW, sizes.rows, sizes.width, turned=True, in_place=False)
+        return Rows(
+            self.layout, owned, ROW, sizes.rows, sizes.width, transposed=True, in_place=False
+        )
 
     @property
     def tiles(self) -> int:
@@ -239,9 +241,9 @@ class Program:
         lead, inside = plan.value.where(self.places, column, keys, size)
         tile = triton.rows(self.v, lead, inside, (size, sizes.padded_width))
         if self.again:
-            tile, _, poison = cleaned(s, tile)
+            tile, _, nan_flag = cleaned(s, tile)
             acc, den, top = state
-            state = acc, den + poison, top
+            state = acc, den + nan_flag, top
         powers = triton.powers(plan.interpreted)
         acc, den, now, weighted = online_step(
             state, s, weights, self.factor, plan.dtype, powers=powers
@@ -251,7 +253,7 @@ class Program:
 
 def traverse(
     steps: dict[int, Callable[..., Any]],
-    layout: GridLayout,
+    layout: BlockGrid,
     args: Sequence[Any],
     start: Sequence[Any],
     axes: Sequence[tuple[int, ...]],
@@ -333,16 +335,18 @@ def _plan(arrays: FoldArrays, in_place: bool, continued: bool, interpreted: bool
     q_axes, k_axes, v_axes = arrays.axes
     owned = (*layout.batch, ROW)
 
-    def place(turned):
-        return Rows(layout, owned, ROW, rows, sizes.width, not turned, in_place)
+    def place(transposed):
+        return Rows(layout, owned, ROW, rows, sizes.width, not transposed, in_place)
 
     return Plan(
         **found,
         sizes=sizes,
-        query=Rows(layout, q_axes, ROW, rows, sizes.dim, turned=True),
-        key=Rows(layout, k_axes, COL, keys, sizes.dim, turned=False),
-        value=Rows(layout, v_axes, COL, keys, sizes.width, turned=False),
-        results=[place(turned) if wide else None for _, wide, turned in found["ending"].results],
+        query=Rows(layout, q_axes, ROW, rows, sizes.dim, transposed=True),
+        key=Rows(layout, k_axes, COL, keys, sizes.dim, transposed=False),
+        value=Rows(layout, v_axes, COL, keys, sizes.width, transposed=False),
+        results=[
+            place(transposed) if wide else None for _, wide, transposed in found["ending"].results
+        ],
         continued=continued,
         interpreted=interpreted,
     )

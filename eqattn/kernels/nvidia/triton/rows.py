@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ...._sweep.grid import GridLayout, HEAD
+from ...._sweep.grid import BlockGrid, HEAD
 from ...._sweep.tokens import Tokens
 from ..diagonals import DiagonalOperand
 from ..operands import Operand, Places, rounded_up
@@ -33,16 +33,16 @@ class Rows:
     - `layout`: the grid.
     - `axes`, `axis`: the grid axes of the matrix, and the one along which its tokens lie.
     - `rows`, `width`: the numbers of rows and features of a block.
-    - `turned`: whether blocks are `[width, rows]`.
+    - `transposed`: whether blocks are `[width, rows]`.
     - `in_place`: whether tokens may be read or written where they lie.
     """
 
-    layout: GridLayout
+    layout: BlockGrid
     axes: tuple[int, ...]
     axis: int
     rows: int
     width: int
-    turned: bool
+    transposed: bool
     in_place: bool = True
 
     @property
@@ -60,9 +60,9 @@ class Rows:
         `[blocks, rows, features]`.
         """
         if self.tokens is not None:
-            x = self.tokens.joined(x, self.axes, self.turned)
+            x = self.tokens.joined(x, self.axes, self.transposed)
             return x.reshape(-1, *x.shape[-3:]).astype(dtype)
-        x = jnp.swapaxes(x, -1, -2) if self.turned else x
+        x = jnp.swapaxes(x, -1, -2) if self.transposed else x
         return x.reshape(-1, self.rows, self.width).astype(dtype)
 
     @property
@@ -78,9 +78,9 @@ class Rows:
         sizes = {a: self.layout.grid[a] for a in self.axes}
         if self.tokens is None:
             x = x.reshape(*sizes.values(), self.rows, self.width)
-            return jnp.swapaxes(x, -1, -2) if self.turned else x
+            return jnp.swapaxes(x, -1, -2) if self.transposed else x
         x = x.reshape(*[sizes[a] for a in self._others], *x.shape[1:])
-        return self.tokens.cut(x, self.axes, sizes, self.turned)
+        return self.tokens.cut(x, self.axes, sizes, self.transposed)
 
     def where(self, places: Places, other: Any, rows: Any, tile: int) -> tuple[tuple, Any]:
         """The indices of rows in memory, and which of them there are; None if all are.
@@ -117,7 +117,7 @@ def value_of(x: Operand, ref: Any, place: Any, parts: dict[str, Any]) -> Value:
     if x.kind is None:
         return x.value(tuple(ref[place, i] for i in range(x.array.shape[1])))
     found = ref[x.at(place, parts)]
-    return x.value(found.T if x.turned else found)
+    return x.value(found.T if x.transposed else found)
 
 
 def shifted(operands: dict[int, Operand]) -> dict[int, Operand]:

@@ -29,7 +29,7 @@ from .storage import AbstractStored, as_stored, in_pages, Pages, StackLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocking:
+class Tiling:
     """The sizes of the grid and of its blocks.
 
     **Arguments:**
@@ -45,7 +45,7 @@ class Blocking:
         of the blocks. Then a row of the grid has all query heads of a device, and `kv_heads` is the
         number of devices that heads are sharded over.
     - `together`: the number of pages of a block, or 1.
-    - `halves`: whether there is a class `CORNER`. In such a partial block, no query of the first
+    - `halves`: whether there is a class `DIAGONAL`. In such a partial block, no query of the first
         half sees any key of the later half.
     - `fixed`: whether blocks keep their size where there are fewer tokens, and any number of them
         is visited in the same way.
@@ -284,12 +284,12 @@ class BlockOperand:
         """The shape and the dtype of what a mask or score reads of it at a pair."""
         return self.array.shape[-1:] if self.features else (), block_dtype(self.array)
 
-    def on_rows(self, x: Array, blocking: Blocking) -> Array:
+    def on_rows(self, x: Array, tiling: Tiling) -> Array:
         """Broadcasts one of its blocks to `[keys|1, rows|1]`. Features are the last axis."""
         if x.ndim - self.features == 2:
             return x
         keys, last = x.shape[0], x.shape[3:]
-        x = jnp.broadcast_to(x, (keys, blocking.group, blocking.block_q, *last))
+        x = jnp.broadcast_to(x, (keys, tiling.group, tiling.block_q, *last))
         return x.reshape(keys, -1, *last)
 
 
@@ -308,7 +308,7 @@ def check_open_length(name: str, n: Any, field: str, block: int | None, parts: i
         )
 
 
-def choose_blocking(  # noqa: PLR0913 (what a call gives, each checked here)
+def choose_tiling(  # noqa: PLR0913 (what a call gives, each checked here)
     problem: Problem,
     block_q: int | None,
     block_k: int | None,
@@ -318,13 +318,13 @@ def choose_blocking(  # noqa: PLR0913 (what a call gives, each checked here)
     lowering: Lowering = XLA,
     devices: int = 1,
     fixed: bool = False,
-) -> Blocking:
+) -> Tiling:
     """Chooses the blocking of a `problem`.
 
     **Arguments:**
 
     - `block_q`, `block_k`: the tokens of a block; None lets the lowering choose.
-    - `parts`, `shards`, `in_place`: as for `Blocking`.
+    - `parts`, `shards`, `in_place`: as for `Tiling`.
     - `lowering`: the code that visits the blocks.
     - `devices`: with `in_place`, the number of devices that heads are sharded over.
     - `fixed`: whether blocks keep their size where there are fewer tokens, and are padded.
@@ -360,7 +360,7 @@ def choose_blocking(  # noqa: PLR0913 (what a call gives, each checked here)
         best = lowering.choose_blocks(request)
         block_q = best.queries if block_q is None else block_q
         block_k = best.keys if block_k is None else block_k
-    return Blocking(
+    return Tiling(
         batch=math.prod(problem.batch_shape),
         kv_heads=kv_heads,
         group=group,
@@ -413,35 +413,35 @@ class InPlace(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def in_shares(x: AbstractStored, blocking: Blocking, lowering: Lowering) -> AbstractStored:
+def in_shares(x: AbstractStored, tiling: Tiling, lowering: Lowering) -> AbstractStored:
     """Keys or values in as many shares of heads as the blocking has.
 
     For a pool of pages, other shares would copy the scales of all pages, and gather them where
     devices share the heads. Loops of ordinary JAX read any number of shares, so the pool stays.
     """
-    as_they_are = x.table is not None and blocking.kv_heads == 1 and lowering.drops_single_axes
-    return x if as_they_are else x.in_shares(blocking.kv_heads)
+    as_they_are = x.table is not None and tiling.kv_heads == 1 and lowering.drops_single_axes
+    return x if as_they_are else x.in_shares(tiling.kv_heads)
 
 
-def single_axes(x: AbstractStored, blocking: Blocking, lowering: Lowering) -> list[tuple[int, ...]]:
+def single_axes(x: AbstractStored, tiling: Tiling, lowering: Lowering) -> list[tuple[int, ...]]:
     """For each array of `x`, the axes of size 1 that its blocks lose."""
     if not lowering.drops_single_axes:
         return [()] * len(x.arrays)
-    one_head = x.shape[2] == blocking.kv_heads
-    shares = [a.shape[-2] == blocking.kv_heads for a in x.arrays]
+    one_head = x.shape[2] == tiling.kv_heads
+    shares = [a.shape[-2] == tiling.kv_heads for a in x.arrays]
     return [(0,) * n if flat else (1,) * one_head for flat, n in zip(x.flat, shares)]
 
 
-def in_place(held: Sequence[AbstractStored], blocking: Blocking, lowering: Lowering) -> InPlace:
+def in_place(held: Sequence[AbstractStored], tiling: Tiling, lowering: Lowering) -> InPlace:
     """Cuts keys and values, `held` as they are stored, into operands where they lie."""
     placed, tables, sizes = [], [], ()
-    shared = blocking.kv_heads > 1
+    shared = tiling.kv_heads > 1
     for role, x in zip(("key", "value"), held):
-        single = single_axes(x, blocking, lowering)
+        single = single_axes(x, tiling, lowering)
         if x.table is None:
-            axes, lead, cut = (BATCH, HEAD, COL) if shared else (BATCH, COL), 0, blocking.columns_of
+            axes, lead, cut = (BATCH, HEAD, COL) if shared else (BATCH, COL), 0, tiling.columns_of
             if isinstance(x, StackLayer):
-                axes, lead, cut = (len(tables), *axes), 1, jax.vmap(blocking.columns_of)
+                axes, lead, cut = (len(tables), *axes), 1, jax.vmap(tiling.columns_of)
                 tables.append(BlockOperand("page", x.index, ()))
                 sizes += (len(x.arrays[0]),)
             # The axis of a single head goes before the padding, which loops can then undo.
@@ -454,9 +454,9 @@ def in_place(held: Sequence[AbstractStored], blocking: Blocking, lowering: Lower
                 kept = tuple(axis for axis in axes if axis != BATCH)
                 found = [(lax.squeeze(a, [axes.index(BATCH)]), kept) for a, _ in found]
         else:
-            pools = [blocking.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
+            pools = [tiling.pages_of(a, flat) for a, flat in zip(x.arrays, x.flat)]
             found = []
-            for table in blocking.tables_of(x.table):
+            for table in tiling.tables_of(x.table):
                 axes = (HEAD, len(tables)) if shared else (len(tables),)
                 found += [(a, axes) for a in pools]
                 tables.append(BlockOperand("page", table, (BATCH, COL)))
