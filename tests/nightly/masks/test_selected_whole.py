@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 import test_selected as unit
 from jax.sharding import PartitionSpec as P
-from test_selected import assert_close, D, DEFAULT_CODE, H, K, listed, MESH, POSITIONS, results, RNG
+from test_selected import (
+    assert_close,
+    B,
+    D,
+    DEFAULT_CODE,
+    H,
+    K,
+    listed,
+    MESH,
+    POSITIONS,
+    results,
+    RNG,
+    S,
+)
 
 from eqattn import (
     ALiBi,
@@ -19,11 +32,17 @@ from eqattn import (
     DenseMask,
     KeyPadding,
     Ring,
+    Segments,
     Selected,
     SlidingWindow,
+    top_keys,
     Tree,
     Ulysses,
+    Zigzag,
 )
+
+
+SEGMENTS = np.sort(RNG.integers(0, 2, (B, S)), -1).astype(np.int32)
 
 
 @pytest.mark.parametrize("name", unit.CASES)
@@ -38,10 +57,7 @@ def test_all_blocks_are_visited_where_they_lie(name):
 
 def test_pages_of_eight_bits_are_read_where_they_lie():
     unit.test_pages_are_read_where_they_lie("int8", K)
-
-
-def test_lists_in_a_shard_map_of_contiguous_pieces():
-    unit.test_lists_in_a_shard_map_of_ones_own(Contiguous())
+    unit.test_pages_are_read_where_they_lie(None, K)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, np.float32])
@@ -181,3 +197,41 @@ def test_the_gradient_of_a_gradient_keeps_no_copies():
         for f in (gradient, second)
     ]
     assert temporary[1] < 5 * temporary[0]
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), Zigzag()], ids=str)
+def test_lists_in_a_shard_map_of_ones_own(layout):
+    """Of pieces of the queries, of their lists and of the keys, which list places in the whole
+    sequence. The lists are those that `top_keys` makes there.
+    """
+    x = jnp.asarray(RNG.normal(size=(B, S, H, D)), jnp.float32)
+    ids = jnp.asarray(SEGMENTS)
+    strategy, spec = Ring(axis_name="sp", layout=layout), P(None, "sp")
+
+    def local(query, key, ids):
+        mask = Causal() & Segments(ids)
+        top = top_keys(query[:, :, :1], key[:, :, :1], 4, strategy, mask=mask)
+        listed = mask & Selected(top.indices)
+        return attention(query, key, key, strategy, mask=listed).attention_outputs
+
+    def whole(query, key, ids):
+        logits = jnp.einsum("bthd,bshd->bhts", query[:, :, :1], key[:, :, :1]) * D**-0.5
+        seen = jnp.tri(S, dtype=bool)[None] & (ids[:, :, None] == ids[:, None])
+        values = jax.lax.top_k(jnp.where(seen[:, None], logits, -jnp.inf), 4)[0]
+        seen = seen[:, None] & (logits >= values[..., -1:])
+        return attention(query, key, key, Dense(), mask=DenseMask(seen)).attention_outputs
+
+    ring = jax.shard_map(local, mesh=MESH, in_specs=(spec,) * 3, out_specs=spec)
+    move = lambda x, f: f(x, 2)
+    both = []
+    for fn in (lambda *xs: move(ring(*[move(x, layout.permute) for x in xs], permuted), layout.unpermute),
+               lambda *xs: whole(*xs, ids)):  # fmt: skip
+        permuted = move(ids, layout.permute)
+
+        @jax.jit
+        def run(*xs, fn=fn):
+            out, pull = jax.vjp(fn, *xs)
+            return out, pull(jnp.cos(out))
+
+        both.append(run(x, x))
+    assert_close(*both)

