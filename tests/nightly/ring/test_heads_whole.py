@@ -8,6 +8,7 @@ import pytest
 import ring.test_heads as unit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from ring.common import (
+    by_hand,
     checkpointed,
     close,
     expected,
@@ -20,6 +21,7 @@ from ring.common import (
     mesh_of,
     q,
     scanned,
+    SEGMENTS,
     twice,
     v,
 )
