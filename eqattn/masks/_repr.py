@@ -97,8 +97,7 @@ def _picture(mask: Any, terms: Sequence[Any], block_table: Callable[..., Any]) -
     depends, tables = _lookups(mask, terms)
     sizes = {a: max(n, tables.get(a, 1)) for a, n in sizes.items()}
     batch_shape = batch_shape or ((tables["b"],) if "b" in tables else ())
-    each: Any = leaf_terms(mask)
-    grids = [term.grid.tokens for term in each if hasattr(term, "grid")]
+    grids = [term.grid.tokens for term in terms if hasattr(term, "grid")]
     if grids and sizes["t"] == sizes["s"] == 1:
         sizes["t"] = sizes["s"] = max(grids)
     hint = max([hint, *_static_ints(mask)])

@@ -178,7 +178,7 @@ TRACED = [n for n in TAKERS if not n.startswith((*KEEP, "reserve"))]
 
 
 # Each argument with one of the values; tests/nightly has all.
-@pytest.mark.parametrize("name, value", zip(TRACED, itertools.cycle(FAR.values())))
+@pytest.mark.parametrize("name, value", list(zip(TRACED, itertools.cycle(FAR.values()))))
 def test_traced_int64_that_does_not_fit_raises(name, value, x64):
     """When the program runs. `reserve` has no place in a program."""
     argument, call = TAKERS[name]

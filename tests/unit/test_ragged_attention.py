@@ -80,7 +80,7 @@ def close(xs, ys, tolerance=1e-13):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("block_q, size", [(1, 8), (3, 7), (16, 64), (16, None)])
+@pytest.mark.parametrize("block_q, size", [(3, 7), (16, None)])
 def test_rows_by_themselves(block_q, size, x64):
     q, k, v = arrays()
     close(jax.jit(lambda *a: run(*a, block_q=block_q, size=size))(q, k, v), one_by_one(q, k, v))

@@ -381,7 +381,7 @@ class TransposedStep:
         programs: dict[int, Program],
         wanted: Sequence[int],
         of_pairs: bool = False,
-    ) -> "TurnedStep | None":
+    ) -> "TransposedStep | None":
         """The step of these programs, or None if another form of it serves, or serves better."""
         step = cls(layout, {c: TransposedSums(p, wanted, of_pairs) for c, p in programs.items()})
         possible = all(x.possible for x in step.forms.values())

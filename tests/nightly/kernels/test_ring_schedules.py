@@ -11,6 +11,7 @@ import _tpu_schedule
 import pytest
 from _ring_moves import check, reported
 from _tpu_schedule import Case, Schedule
+from measure.cuda import CHIPS
 
 
 # Of n = 16 and 512 tokens on each device; without a window, all of them.

@@ -2,6 +2,7 @@
 
 import pytest
 from _tpu_compile import CASES, compile_all, expected
+from measure.tpu_report.chips import CHIPS
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import pytest
-import ring.test_all_gather as unit
 from jax.sharding import AxisType, NamedSharding
 from ring.common import (
+    by_hand,
     checkpointed,
     close,
     expected,
@@ -19,23 +19,25 @@ from ring.common import (
     mesh_of,
     q,
     scanned,
+    SEGMENTS,
     SP,
     strategy,
     twice,
     v,
 )
-from ring.test_all_gather import gathered, run
+from ring.test_all_gather import gathered
 
 from eqattn import AllGather, attention, Blockwise, masks as m
+
+
+def run(fn, mesh, transform, args=(q, k, v)):
+    with jax.set_mesh(mesh):
+        return jax.jit(transform(fn))(*args)
 
 
 @pytest.mark.parametrize("transform", [hvp, twice, forward_mode, mapped, scanned, checkpointed])
 def test_transform(transform):
     close(run(gathered, mesh_of(4), transform), expected(transform))
-
-
-def test_own_shard_map_that_is_not_checked():
-    unit.test_own_shard_map(False, hvp)
 
 
 def test_kernels():
@@ -60,3 +62,10 @@ def test_lengths_that_do_not_divide_and_windows():
     for mask in (m.SlidingWindow(3, 0), m.Causal()):
         fn = ft.partial(call, mask, cls=AllGather, mesh=mesh_of(4))
         close(jax.jit(fn)(*short), jax.jit(ft.partial(call, mask, cls=Blockwise))(*short))
+
+
+@pytest.mark.parametrize("check, transform", [(True, mapped), (False, hvp)])
+def test_own_shard_map(check, transform):
+    fn = by_hand(mesh_of(4), check, cls=AllGather)
+    found = jax.jit(transform(lambda *xs: fn(*xs, SEGMENTS)))(q, k, v)
+    close(found, expected(transform))

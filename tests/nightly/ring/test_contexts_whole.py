@@ -130,3 +130,13 @@ def test_narrow_dtypes():
         x, y, z = (np.asarray(a.astype(jnp.float64)) for a in (x, y, z))
         unit = float(jnp.finfo(dtype).eps) * np.abs(x).max()
         assert np.abs(z - x).max() <= 1.5 * np.abs(y - x).max() + unit
+
+
+def test_own_shard_map():
+    for check in (True, False):
+        fn = lambda *xs: by_hand(mesh_of(4 if check else 2), check)(*xs, SEGMENTS)
+        close(jax.jit(gradient(fn))(q, k, v), expected())
+
+
+def test_eager():
+    close(gradient(ft.partial(attend, mesh=mesh_of(4)))(q, k, v), expected())

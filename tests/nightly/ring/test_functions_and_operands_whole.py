@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ring.test_functions_and_operands as unit
 from jax.sharding import AxisType
 from ring.common import grid_of, mesh_of
 from ring.test_functions_and_operands import (
@@ -33,13 +32,6 @@ def test_everything(kind, transform, cls, placed, axes):
     check(kind, transform, mesh_of(2, axes), cls, placed=placed)
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("transform", [grad, jvp], ids=names)
-@pytest.mark.parametrize("cls", STRATEGIES, ids=names)
-def test_closures_in_a_shard_map_of_ones_own(cls, transform, checked):
-    unit.test_closures_in_a_shard_map_of_ones_own(cls, transform, checked)
-
-
 @pytest.mark.parametrize("kind", [closures, both], ids=names)
 def test_two_explicit_axes(kind):
     check(kind, grad, grid_of(2, 2, AxisType.Explicit), Ring, head_axis="hp")
@@ -49,3 +41,10 @@ def test_two_explicit_axes(kind):
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16], ids=names)
 def test_dtypes(dtype, axes):
     check(both, grad, mesh_of(2, axes), Ring, dtype)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("transform", [grad, jvp], ids=names)
+@pytest.mark.parametrize("cls", [AllGather, Ring, Ulysses], ids=names)
+def test_closures_in_a_shard_map_of_ones_own(cls, transform, checked):
+    check(closures, transform, mesh_of(2), cls, checked=checked, axis_name="sp")

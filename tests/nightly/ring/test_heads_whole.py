@@ -8,6 +8,7 @@ import pytest
 import ring.test_heads as unit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from ring.common import (
+    by_hand,
     checkpointed,
     close,
     expected,
@@ -20,12 +21,23 @@ from ring.common import (
     mesh_of,
     q,
     scanned,
+    SEGMENTS,
     twice,
     v,
 )
-from ring.test_heads import hybrid, run, ulysses, with_ids
+from ring.test_heads import hybrid, ulysses
 
 from eqattn import Ulysses
+
+
+def run(fn, mesh, transform, args=(q, k, v)):
+    with jax.set_mesh(mesh):
+        return jax.jit(transform(fn))(*args)
+
+
+def with_ids(mesh, check, **kwargs):
+    fn = by_hand(mesh, check, **kwargs)
+    return lambda *xs: fn(*xs, SEGMENTS)
 
 
 def test_numbers_of_heads_of_ulysses():

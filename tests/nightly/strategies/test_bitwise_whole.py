@@ -1,12 +1,15 @@
 """The bits of thousands of rows: what `test_bitwise.py` does with a few."""
 
 import _bits as bits
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import test_bitwise as unit
-from test_bitwise import many, on_devices, random_call, same
+from test_bitwise import D, H, K, many, on_devices, random_call, same
 
-from eqattn import Ragged
+from eqattn import attention, AttentionMetadata, Causal, Ragged
+from eqattn.cache import KVCache, StackedKVCache
 
 
 IN_KERNELS = "Blockwise in kernels", "Ragged in kernels"
@@ -88,3 +91,28 @@ def test_any_number_of_devices_in_many_cases(dtype):
         want = on_devices(1, *given, optimised=True)
         for n in (2, 4):
             same(on_devices(n, *given, optimised=True), want, (n, seed))
+
+
+def test_the_bits_of_a_row_in_kernels():
+    """Interpreted. A row alone, of several, and token by token; all else is slow."""
+    many(3, "some blocks", "Blockwise in kernels", False, "float32", ("batch", "decode"))
+
+
+def test_a_layer_has_the_blocks_of_any_capacity():
+    """That of a stack lies in pages, and these were the largest that divide the capacity."""
+    strategy = Ragged(AttentionMetadata(), bitwise=True)
+    rng = np.random.default_rng(0)
+    query, *new = (jnp.asarray(rng.normal(size=(2, 7, n, D)), jnp.float32) for n in (H, K, K))
+
+    @jax.jit
+    def run(cache):
+        cache = cache.append(*new)
+        where = dict(mask=Causal() & cache.mask(), q_offset=jnp.zeros(2, jnp.int32))
+        out = attention(query, cache.key, cache.value, strategy, **where)
+        return out.attention_outputs
+
+    sizes = dict(batch=2, kv_heads=K, head_dim=D)
+    want = np.asarray(run(KVCache.empty(capacity=128, **sizes))).tobytes()
+    for capacity in (192, 640):
+        layer = StackedKVCache.empty(2, capacity=capacity, **sizes).layer(1)
+        assert np.asarray(run(layer)).tobytes() == want

@@ -368,7 +368,7 @@ def fuzz(examples, wide=False):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@fuzz(15)
+@fuzz(10)
 def test_sound_for_random_functions(case, block_q, block_k, traced):
     check_sound(case, block_q, block_k, traced == 0)
 

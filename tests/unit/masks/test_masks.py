@@ -316,7 +316,11 @@ def test_repr_never_raises():
         (lambda: SlidingWindow(-1, 0), ValueError, "left must be at least 0, got -1"),
         (lambda: SlidingWindow(1, -2), ValueError, "right must be at least 0"),
         (lambda: SlidingWindow(1, 2, sinks=-1), ValueError, "sinks must be at least 0"),
-        (lambda: SlidingWindow(jnp.asarray(1), 2), TypeError, "left must be a Python int"),
+        (
+            lambda: SlidingWindow(jnp.asarray(1), 2),
+            TypeError,
+            "left of a SlidingWindow is a static int",
+        ),
         (lambda: SlidingWindow(1.0, 2), TypeError, "left must be a Python int"),
         (lambda: BlockCausal(0), ValueError, "size must be at least 1"),
         (lambda: ChunkedCausal(0), ValueError, "size must be at least 1"),

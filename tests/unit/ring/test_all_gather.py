@@ -9,7 +9,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqattn import AllGather, attention, Blockwise, dropout_mask, masks as m, Zigzag
@@ -17,7 +16,6 @@ from eqattn import AllGather, attention, Blockwise, dropout_mask, masks as m, Zi
 from .common import (
     attend,
     B,
-    by_hand,
     close,
     D,
     expected,
@@ -25,11 +23,9 @@ from .common import (
     H,
     K,
     k,
-    mapped,
     mesh_of,
     q,
     raises,
-    SEGMENTS,
     SP,
     strategy,
     T,
@@ -39,18 +35,6 @@ from .common import (
 
 
 gathered = ft.partial(attend, cls=AllGather)
-
-
-def run(fn, mesh, transform, args=(q, k, v)):
-    with jax.set_mesh(mesh):
-        return jax.jit(transform(fn))(*args)
-
-
-@pytest.mark.parametrize("check, transform", [(True, mapped)])
-def test_own_shard_map(check, transform):
-    fn = by_hand(mesh_of(4), check, cls=AllGather)
-    found = jax.jit(transform(lambda *xs: fn(*xs, SEGMENTS)))(q, k, v)
-    close(found, expected(transform))
 
 
 def test_eager_and_one_device():

@@ -14,7 +14,6 @@ from eqattn.strategies.ring import Ring
 
 from .common import (
     attend,
-    by_hand,
     close,
     expected,
     gradient,
@@ -37,10 +36,6 @@ from .common import (
 def test_transform(transform, n):
     with jax.set_mesh(mesh_of(n)):
         close(jax.jit(transform(attend))(q, k, v), expected(transform))
-
-
-def test_eager():
-    close(gradient(ft.partial(attend, mesh=mesh_of(4)))(q, k, v), expected())
 
 
 def test_explicit_mesh():
@@ -71,12 +66,6 @@ def test_one_manual_axis_of_four():
     value, grads = compiled(*placed)
     close((value, grads), expected())
     assert all(g.sharding.spec[:3] == FOUR[:3] for g in grads), grads[0].sharding
-
-
-def test_own_shard_map():
-    for check in (True, False):
-        fn = lambda *xs: by_hand(mesh_of(4 if check else 2), check)(*xs, SEGMENTS)
-        close(jax.jit(gradient(fn))(q, k, v), expected())
 
 
 def test_own_shard_map_with_parameters():

@@ -19,7 +19,6 @@ from eqattn._ring.plan import ring_plan
 from .common import (
     attend,
     B,
-    by_hand,
     close,
     D,
     expected,
@@ -39,17 +38,6 @@ from .common import (
 
 ulysses = ft.partial(attend, cls=Ulysses)
 hybrid = ft.partial(attend, head_axis="hp")
-BOTH = P(None, ("sp", "hp"))
-
-
-def run(fn, mesh, transform, args=(q, k, v)):
-    with jax.set_mesh(mesh):
-        return jax.jit(transform(fn))(*args)
-
-
-def with_ids(mesh, check, **kwargs):
-    fn = by_hand(mesh, check, **kwargs)
-    return lambda *xs: fn(*xs, SEGMENTS)
 
 
 @pytest.mark.parametrize("places", [2])

@@ -21,7 +21,6 @@ from eqattn import (
     SlidingWindow,
     Zigzag,
 )
-from eqattn.cache import KVCache, StackedKVCache
 
 
 H, K, D, BLOCK = 4, 2, 16, 8
@@ -46,11 +45,6 @@ def many(count, case, name, gradients, dtype, kinds=bits.ALL):
 def test_the_bits_of_a_row():
     """One arrangement at a time, to say which it is that changes bits."""
     many(15, "window", "Ragged", False, "float32", bits.KINDS)
-
-
-def test_the_bits_of_a_row_in_kernels():
-    """Interpreted. A row alone, of several, and token by token; all else is slow."""
-    many(3, "some blocks", "Blockwise in kernels", False, "float32", ("batch", "decode"))
 
 
 def test_steps_in_kernels_keep_the_size_of_a_block():
@@ -116,26 +110,6 @@ def test_default_blocks_do_not_depend_on_the_capacity():
         found.append(run(q, wider(k), wider(v)))
     assert all(x.tobytes() == y.tobytes() for x, y in zip(*jax.tree.map(np.asarray, found)))
     assert not Ragged().supports(bitwise="capacity")  # in a cache of less than a block, it may
-
-
-def test_a_layer_has_the_blocks_of_any_capacity():
-    """That of a stack lies in pages, and these were the largest that divide the capacity."""
-    strategy = Ragged(AttentionMetadata(), bitwise=True)
-    rng = np.random.default_rng(0)
-    query, *new = (jnp.asarray(rng.normal(size=(2, 7, n, D)), jnp.float32) for n in (H, K, K))
-
-    @jax.jit
-    def run(cache):
-        cache = cache.append(*new)
-        where = dict(mask=Causal() & cache.mask(), q_offset=jnp.zeros(2, jnp.int32))
-        out = attention(query, cache.key, cache.value, strategy, **where)
-        return out.attention_outputs
-
-    sizes = dict(batch=2, kv_heads=K, head_dim=D)
-    want = np.asarray(run(KVCache.empty(capacity=128, **sizes))).tobytes()
-    for capacity in (192, 640):
-        layer = StackedKVCache.empty(2, capacity=capacity, **sizes).layer(1)
-        assert np.asarray(run(layer)).tobytes() == want
 
 
 # Any number of devices.

@@ -18,7 +18,7 @@ def inputs(dtype):
 
 
 # tests/nightly/strategies has every pair of these.
-@pytest.mark.parametrize("name, dtype", zip(NAMES, DTYPES + DTYPES[:2]))
+@pytest.mark.parametrize("name, dtype", list(zip(NAMES, DTYPES + DTYPES[:2])))
 def test_the_query_decides_and_a_runtime_dtype_overrules_it(name, dtype, x64):
     q, k, v = inputs(dtype)
     cls = AttentionRegistry.get(name)

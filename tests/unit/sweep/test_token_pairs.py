@@ -78,7 +78,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind, group", [("of each head, narrow", 1), ("of a dense mask", 2)])
+@pytest.mark.parametrize("kind, group", [("of each head, narrow", 1)])
 def test_they_are_not_copied(kind, group):
     """Nor is the gradient of a bias. That of a narrow one is summed in float32. A dense mask is
     copied once for a gradient. A bias of each head was copied whole, as 32 MiB of float32.

@@ -8,16 +8,15 @@ import time
 
 import numpy as np
 import pytest
+from ring import process
 from ring_training import free_port
-
-from . import process
 
 
 ROOT = pathlib.Path(__file__).parents[3]
 DEADLINE = 120.0
 
 
-@pytest.mark.parametrize("processes", [2])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_as_one_device(processes, tmp_path):
     flags = f"--xla_force_host_platform_device_count={4 // processes}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
