@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     **Returns:** the exit status. For bad arguments it is 2, and a message says why.
     """
-    from . import info
+    from . import _info as info
 
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in ("bench", "tpu-report", "gpu-report", "gpu-run"):

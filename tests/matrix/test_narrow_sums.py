@@ -224,16 +224,12 @@ def test_narrow_slopes_do_not_kill_the_process():
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-LISTED = [
-    *[(("blockwise", 1), True), (("ragged", 1), False)],
-    *[(("ring", 2), False), (("all_gather", 8), True)],
-]
+LISTED = [(("blockwise", 1), True), (("ragged", 1), False)]
 
 
 @pytest.mark.parametrize("target, beside", LISTED)
 def test_gradients_of_two_visits_round_once(target, beside):
-    """Listed keys and those of a window `beside` them are visited one after the other, and devices
-    add up the gradients of keys that they list. Either part may be much larger than their sum.
+    """Listed keys and those of a window `beside` them are visited one after the other. Either part may be much larger than their sum.
     Where parts were rounded, the root mean square of errors was 51 to 94 half-ulps in these cases.
     """
     rng = np.random.default_rng(0)

@@ -128,16 +128,6 @@ def test_operands_of_any_dtype(strategy, transform, slopes, dtype, operand, x64)
     assert max(worst.values()) <= 1, {n: r for n, r in worst.items() if not r <= 1}
 
 
-@pytest.mark.parametrize("scale", ["none", "array"])
-@pytest.mark.parametrize("operands", ["bfloat16", "float32"])
-def test_arrays_of_a_function_beside_a_list_in_a_ring(operands, scale):
-    """Their gradient is a sum over devices: it was rounded on each of these, before it was added."""
-    case = covering(2)[0] | {"mask": "selected", "length": (13, 7), "transform": "jit"}
-    case |= {"block": (16, 7), "score": "differences", "heads": (2, 2), "dims": (8, 8)}
-    case |= {"dtype": "float64", "operands": operands, "lead": (), "target": ("ring", 2)}
-    check(case | {"bias": "none", "offset": "none", "dropout": 0.0, "scale": scale})
-
-
 @pytest.mark.parametrize("operands", ["bfloat16", "float32"])
 def test_a_table_of_differences_beside_wider_logits(operands):
     """Its gradient was summed in float32, where logits are float64."""

@@ -1,15 +1,12 @@
 """The documentation is true: Python blocks run and print what is shown, links lead somewhere."""
 
-import builtins
 import inspect
 import io
 import re
 import tomllib
 
-import equinox as eqx
 import jax
 import jax.export
-import jax.numpy as jnp
 import pytest
 from _pages import blocks, PAGES, ROOT
 from matplotlib import pyplot as plt
@@ -140,46 +137,3 @@ def test_changelog_and_citation_are_of_this_version():
     citation = dict(line.split(": ", 1) for line in lines if ": " in line and line[0] != " ")
     assert citation["version"] == project["version"] and citation["license"] == project["license"]
     assert citation["cff-version"] == "1.2.0"
-
-
-def test_the_changelog_speaks_of_names_that_exist():
-    changes = (ROOT / "docs/pages/changelog.md").read_text()
-    names = set(re.findall(r"`([A-Za-z][\w.]*)`", changes))
-    known = {name for name in names if name.split(".")[0] == "eqattn" or _is_public(name)}
-    others = {"pyright", "mypy", "grad", "jvp", "vmap", "inf", "self.metadata.runtime_dtype"}
-    # Arguments and fields.
-    others |= {"softmax_scale", "logits_soft_cap", "q_positions", "process_heads", "axis_name"}
-    others |= {"platform", "shardings", "plan", "permute", "kv_positions", "block_q", "blocksize_k"}
-    others |= {"rms_norm_eps"}  # of published configurations
-    # Methods of caches, arguments of users' functions, and what is gone.
-    others |= {
-        "save",
-        "load",
-        "append",
-        "share",
-        "reorder",
-        "reserve",
-        "q",
-        "k",
-        "uses_distance",
-        "positions_are_distances",
-    }
-    assert names - known <= others
-
-
-def _is_public(name):
-    """Whether it is found in eqattn, in Python, in JAX or in Equinox."""
-    modules = [eqattn, eqattn.nn, eqattn.cache, eqattn.scores, eqattn.strategies, builtins]
-    first, _, rest = name.partition(".")
-    for module in (*modules, *_ABBREVIATIONS.get(first, ())):
-        found, path = module, rest if first in _ABBREVIATIONS else name.removeprefix("strategies.")
-        try:
-            for part in path.split("."):
-                found = getattr(found, part)
-        except AttributeError:
-            continue
-        return True
-    return False
-
-
-_ABBREVIATIONS = {"jax": (jax, jax.export), "jnp": (jnp,), "eqx": (eqx,)}

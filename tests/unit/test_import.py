@@ -17,7 +17,7 @@ import eqattn
 
 ROOT = pathlib.Path(eqattn.__file__).parents[1]
 FORBIDDEN = (
-    "beartype eqattn.info eqattn.viz eqattn.kernels.gpu eqattn.kernels.tpu concurrent.interpreters ejkernel hypothesis IPython jax._src.pallas "
+    "beartype eqattn._info eqattn.viz eqattn.kernels.nvidia eqattn.kernels.tpu concurrent.interpreters ejkernel hypothesis IPython jax._src.pallas "
     "jax.experimental.mosaic jax.experimental.pallas libtpu matplotlib optax pandas pytest scipy "
     "tensorflow tokamax torch tqdm triton"
 ).split()

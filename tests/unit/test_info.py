@@ -11,7 +11,7 @@ from _programs import refuses
 
 from eqattn import AttentionRegistry, Causal, ring_plan, sharding_plan, Zigzag
 from eqattn.__main__ import main
-from eqattn.info import parse_mask
+from eqattn._info import parse_mask
 
 
 def fields(text, title):
@@ -176,7 +176,7 @@ def test_interrupted(monkeypatch, capsys):
     def interrupt(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eqattn.info.run", interrupt)
+    monkeypatch.setattr("eqattn._info.run", interrupt)
     assert main(["info"]) == 130 and "interrupted" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqattn._config.metadata import AttentionMetadata
-from eqattn.info import blocks_of
+from eqattn._info import blocks_of
 from eqattn.strategies import Blockwise
 
 from . import balance, bits, decode, lists, peers, ring, rows, statistics

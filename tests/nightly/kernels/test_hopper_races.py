@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import cache, call, check, judge, latents, LENGTHS
 from _kernels import drawn, how, newest
+from _stored_rows import cache, call, check, judge, latents, LENGTHS
 
 from eqattn import attention, Causal, Segments, SlidingWindow
 from eqattn.cache import LatentKV

@@ -8,8 +8,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import Doubled
 from _kernels import drawn, EACH, HOPPER, how, kernels, mesh_of, NAMES, NEWEST, newest, NVIDIA
+from _stored_rows import Doubled
 
 from eqattn import (
     ALiBi,

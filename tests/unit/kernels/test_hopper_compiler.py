@@ -12,8 +12,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import cache, call
 from _kernels import how, newest, of
+from _stored_rows import cache, call
 
 from eqattn import attention, Causal, KeyPadding, ScoreFn, Segments, SlidingWindow
 from eqattn._sweep.grid import BATCH, BlockGrid, BlockRequest, BlockSizes, FULL, HEAD, PARTIAL

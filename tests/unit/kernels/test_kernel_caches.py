@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import arrays, cache, call, Doubled, judge, latents, LENGTHS, seen
 from _kernels import (
     ALL,
     dtype_of,
@@ -24,6 +23,7 @@ from _kernels import (
     over,
     text_of,
 )
+from _stored_rows import arrays, cache, call, Doubled, judge, latents, LENGTHS, seen
 
 from eqattn import (
     attention,

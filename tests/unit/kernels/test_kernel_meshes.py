@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import arrays as rows_of, call, check as check_caches, kept_as, LENGTHS, seen
 from _kernels import check, drawn, how, kernels, normal, results, wide
+from _stored_rows import arrays as rows_of, call, check as check_caches, kept_as, LENGTHS, seen
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from matrix import bound, oracle, oracle_dropout as od, oracle_masks as om
 

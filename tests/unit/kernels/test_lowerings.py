@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import arrays, call, kept, seen
+from _stored_rows import arrays, call, kept, seen
 from matrix import bound, oracle
 
 from eqattn import attention, Blockwise

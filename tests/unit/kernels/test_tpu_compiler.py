@@ -11,7 +11,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import (
+from _kernels import check, drawn, how, judge, kernels, normal, results
+from _stored_rows import (
     arrays as rows_of,
     cache,
     call,
@@ -21,7 +22,6 @@ from _caches import (
     LENGTHS,
     seen,
 )
-from _kernels import check, drawn, how, judge, kernels, normal, results
 from _tpu_compile import compile_all, expected
 from _tpu_races import without_races
 from jax import lax

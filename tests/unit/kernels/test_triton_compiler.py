@@ -9,8 +9,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _caches import cache, call, latents, LENGTHS
 from _kernels import how, of
+from _stored_rows import cache, call, latents, LENGTHS
 
 from eqattn import attention, Causal
 from eqattn._sweep.grid import BlockRequest, BlockSizes

@@ -950,6 +950,7 @@ def test_annotations_are_true():
         LAYER(X.astype(jnp.int32), X, X)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("inference", [False, np.bool_(True)])
 def test_plain_gradients_where_settings_are_integers_or_numpy_flags(inference):
     layer = nn.MultiheadAttention(2, 8, dropout_p=0, key=jax.random.key(0))

@@ -210,6 +210,7 @@ SCALINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
 def test_numbers_of_numpy_are_those_of_python(kind):
     """Else frequencies would have as few bits as the number, and turns of far tokens none."""

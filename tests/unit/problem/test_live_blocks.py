@@ -18,8 +18,8 @@ from eqattn import (
     Segments,
     SlidingWindow,
 )
+from eqattn._info import blocks_of
 from eqattn._sweep.grid import EMPTY
-from eqattn.info import blocks_of
 from eqattn.strategies import _fold
 
 

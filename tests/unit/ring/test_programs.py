@@ -161,11 +161,12 @@ def visits(n, layout, mask):
         spread = HeadExchange(ring, manual=manual)
         blocks = BlockOperands(spec, tiling, spread)
         in_axes = [x.axes for x in blocks.operands]
-        grid = spread.local(tiling).grid
+        local = spread.local(tiling)
+        grid, visited = local.grid, blocks.on(local)
 
         def count(operands):
             own, consts = table_per_hop(
-                ring, blocks.classify, operands, in_axes, blocks.reads, grid
+                ring, visited.classify, operands, in_axes, blocks.reads, grid
             )
             axes = [*in_axes, *[()] * len(consts)]
             table = BlockGrid(grid, (2**10, 2**10), (), ring=own)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _compiled import programs
 from matrix import bound, oracle
 
 from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, MaskFn, ScoreFn
@@ -95,41 +96,27 @@ def test_rows_that_see_nothing_of_the_block_that_is_visited_last():
 Q = jnp.cos(jnp.arange(2 * 9 * 2 * 4, dtype=jnp.float32)).reshape(2, 9, 2, 4)
 
 
-def test_an_eager_loop_traces_once():
-    traces = []
+def nearer(s, b, h, q, k):
+    return s + (q - k).astype(s.dtype)
 
-    def score(s, b, h, q, k):
-        traces.append(0)
-        return s + (q - k).astype(s.dtype)
 
+def test_an_eager_loop_compiles_once():
     def call():
-        attend(Q, Causal(), ScoreFn(score))
+        return attend(Q, Causal(), ScoreFn(nearer))
 
     def gradient():
-        jax.grad(lambda q: attend(q, Causal(), ScoreFn(score)).sum())(Q)
+        return jax.grad(lambda q: attend(q, Causal(), ScoreFn(nearer)).sum())(Q)
 
     for run in (call, gradient):
-        run()
-        first = len(traces)
-        run()
-        run()
-        assert first > 0 and len(traces) == first
+        assert programs(run) > 0 and programs(run) == programs(run) == 0
 
 
-def test_equal_rebuilt_masks_share_a_trace_and_other_masks_do_not():
-    traces = []
-
-    def score(s, b, h, q, k):
-        traces.append(0)
-        return s
-
-    run = lambda mask: attend(Q, mask, ScoreFn(score))
-    run(Causal() & KeyPadding(jnp.array([3, 9])))
-    first = len(traces)
-    run(Causal() & KeyPadding(jnp.array([1, 2])))
-    assert len(traces) == first
-    run(Causal(1) & KeyPadding(jnp.array([1, 2])))
-    assert len(traces) > first
+def test_equal_rebuilt_masks_share_a_program_and_other_masks_do_not():
+    run = lambda mask: lambda: attend(Q, mask, ScoreFn(nearer))
+    masks = [Causal() & KeyPadding(jnp.array(n)) for n in ([3, 9], [1, 2])]
+    other = Causal(1) & KeyPadding(jnp.array([1, 2]))
+    assert programs(run(masks[0])) > 0 and programs(run(masks[1])) == 0
+    assert programs(run(other)) > 0
 
 
 def test_a_fresh_function_is_not_retained():
