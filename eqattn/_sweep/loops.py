@@ -189,7 +189,6 @@ class _RowVisit:
     - `fresh`: the first content of a row of each accumulator.
     - `held`: which operands are tied to a step, and so picked there.
     - `complete`: whether each accumulator is complete after one row.
-    - `together`: how many columns a step visits, where a row has so many left.
 
     If the layout is `batch_invariant`, loops are opaque. What is compiled for a turn, and with it
     the order of sums inside, could else depend on the number of turns. For the same reason a
@@ -213,7 +212,6 @@ class _RowVisit:
     complete: list[bool]
     finish: Callable
     held: Sequence[bool]
-    together: int
 
     def __call__(self, at: dict, accs: list) -> list:
         """Visits the live columns of one row, which is at the grid indices `at`."""
@@ -243,7 +241,7 @@ class _RowVisit:
             return [_put(x, a, here, y) if moves(a) else y for x, a, y in zip(local, axes, new)]
 
         lo, padded = 0, any(isinstance(x, PaddedColumns) for x in operands)
-        several = len(self.steps) > 1 or padded or self.together > 1
+        several = len(self.steps) > 1 or padded
         opaque = layout.batch_invariant or (several and any(map(moves, axes)))
         for n, c in enumerate(sorted(self.steps, reverse=True)):
             hi = end = layout.grid[COL]
@@ -252,35 +250,12 @@ class _RowVisit:
             turn = ft.partial(visit, self.steps[c])
             if padded and n == len(self.steps) - 1:
                 end = hi - self._ends_with_padding(at, hi)
-            if self.together > 1:
-                count = (end - lo) // self.together
-                many = ft.partial(self._several, self.steps[c], at, operands, lo)
-                local = _loop(0, count, many, local, opaque)
-                lo = lo + count * self.together
             local = _loop(lo, end, turn, local, opaque)
             if end is not hi:
                 local = _loop(end, hi, ft.partial(turn, last=True), local, opaque)
             lo = hi
         local = finish(local)
         return [x if moves(a) else _put(old, a, at, x) for old, x, a in zip(accs, local, axes)]
-
-    def _several(
-        self, step: Any, at: dict, operands: Sequence, lo: Any, turn: Any, local: list
-    ) -> list:
-        """Visits, in one step, the next columns of a row after the first `lo` ones."""
-        n, axes, in_axes = self.together, self.axes, self.layout.in_axes
-        turn, near = _read_in_turn(turn, at, operands, self.held)
-        row = pick(self.order, self.table_axes, {a: at[a] for a in self.table_axes if a != COL})
-        columns = lax.dynamic_slice_in_dim(row, lo + turn * n, n)
-        place = lambda axes: tuple(columns if a == COL else at[a] for a in axes)
-        # XLA:CPU gathers blocks once. Slices that are joined would be fused into what reads them,
-        # and a forward took 1.7 times as long. A scatter adds to sums over rows in place.
-        many = lambda x, a: x.at[place(a)].get(mode="promise_in_bounds") if moves(a) else x
-        blocks = [many(x, a) for x, a in zip(near, in_axes)]
-        new = step.several(local, blocks, [*map(moves, in_axes)], [*map(moves, axes)], n)
-        how: Any = dict(mode="promise_in_bounds", unique_indices=True)
-        both = zip(local, axes, new)
-        return [x.at[place(a)].add(y, **how) if moves(a) else y for x, a, y in both]
 
     def _ends_with_padding(self, at: dict, end: Any) -> Any:
         """Whether the last of the `end` columns that a row visits is the padded last one of the
@@ -302,7 +277,6 @@ def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by on
     finish: Callable = list,
     vectorise: bool,
     into: Sequence | None = None,
-    together: int = 1,
 ) -> list:
     """Visits the live pairs: an outer loop over rows, and inner ones over their live columns.
     Full blocks come first.
@@ -320,7 +294,6 @@ def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by on
         An axis that the compiler partitions over devices must not be looped over.
     - `into`: accumulators of an earlier visit to go on with; None makes new ones. With `into`,
         `finish` is not applied.
-    - `together`: how many columns a step visits, where a row has so many left.
 
     **Returns:** the accumulators, with their grid axes in front of the axes of a block.
     """
@@ -345,7 +318,7 @@ def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by on
     # float32 took 0.33 of the time.
     looped = () if layout.batch_invariant or layout.pages else (*batch, ROW, COL)
     dropped = {a for a in looped if layout.grid[a] == 1}
-    windows = not (vectorise or layout.batch_invariant or together > 1)
+    windows = not (vectorise or layout.batch_invariant)
     if windows:
         both = zip(operands, layout.in_axes)
         operands = [by_pairs(x, a, layout) if _of_pairs(a) else x for x, a in both]
@@ -366,7 +339,6 @@ def traverse(  # noqa: PLR0913 (the parts of a visit, which rules bind one by on
         into=into and [x if x is None else squeeze(x, a) for x, a in zip(into, axes)],
         held=[_is_held(x, a, layout) for x, a in zip(operands, layout.in_axes)],
         mixed=varying_axes(*jax.tree.leaves(args)),
-        together=together,
         places=axes,
         windows=windows and into is None,
     )
@@ -387,7 +359,6 @@ def _looped(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one
     into: Sequence | None,
     held: Sequence[bool],
     mixed: frozenset,
-    together: int,
     places: Sequence[tuple[int, ...]],
     windows: bool,
 ) -> list:
@@ -430,7 +401,7 @@ def _looped(  # noqa: PLR0913 (the parts of a visit, which rules bind one by one
 
     if layout.padded:
         operands = [without_padding(x, a, layout) for x, a in zip(operands, layout.in_axes)]
-    how = order, ends, table_axes, axes, fresh, complete, finish, held, together
+    how = order, ends, table_axes, axes, fresh, complete, finish, held
     row = _RowVisit(steps, layout, operands, *how)
 
     def nest(left: list, at: dict, accs: list) -> list:

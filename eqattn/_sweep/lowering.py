@@ -21,7 +21,6 @@ from jaxtyping import Array
 from .._jax import compiles_for_cpu, partitioned_automatically
 from .._misc import at_most
 from .grid import BlockGrid, BlockRequest, BlockSizes, even_size, ROW, whole_size
-from .steps import columns_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,11 +227,11 @@ def loops_over_batch(ctx: Any, layout: BlockGrid) -> bool:
     return compiles_for_cpu(ctx) and not small and not partitioned_automatically(ctx)
 
 
-def loops(vectorise: bool, n: int = 1) -> dict[str, Any]:
-    """The arguments by which a visit runs as loops of ordinary JAX, over `n` columns in a step."""
+def loops(vectorise: bool) -> dict[str, Any]:
+    """The arguments by which a visit runs as loops of ordinary JAX."""
     from .loops import traverse  # A program that makes none need not load it.
 
-    return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise, together=n))
+    return dict(vectorise=vectorise, traverse=ft.partial(traverse, vectorise=vectorise))
 
 
 def _on_gpu() -> bool:
@@ -359,8 +358,7 @@ class XLALowering(Lowering):
 
     def lower(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> dict[str, Any]:
         del visits
-        vectorise = not loops_over_batch(ctx, layout)
-        return loops(vectorise, 1 if vectorise else columns_together(ctx, layout))
+        return loops(not loops_over_batch(ctx, layout))
 
 
 XLA = XLALowering()
