@@ -102,12 +102,12 @@ def test_a_correct_implementation_passes(distribution, dtype, cap, round_p):
 # --- teeth: each mistake is made in the oracle, rounded to the output dtype, and must be found ---
 
 
-def _caught(problem, mutant, dtype, names=None) -> dict[str, bool]:
-    """Which results of `mutant` violate the bound of `problem`."""
+def _caught(problem, defective, dtype, names=None) -> dict[str, bool]:
+    """Which results of `defective` violate the bound of `problem`."""
     precision = bound.precision_of(dtype)
     cts = cotangents(problem, dtype)
-    wrong = oracle.forward(mutant)
-    results = {"out": wrong.out, "lse": wrong.lse, **oracle.vjp(mutant, *cts)}
+    wrong = oracle.forward(defective)
+    results = {"out": wrong.out, "lse": wrong.lse, **oracle.vjp(defective, *cts)}
     references = {**bound.values(problem, precision), **bound.grads(problem, *cts, precision)}
     kinds = {n: np.float32 if n in ("lse", "sinks", "scale", "cap") else dtype for n in results}
     return {
@@ -132,8 +132,8 @@ def test_the_oracle_itself_is_within(distribution, dtype):
 @pytest.mark.parametrize("offset", [-1, 1])
 def test_causal_off_by_one_is_caught(distribution, dtype, offset):
     problem = make(distribution, FULL[dtype])
-    mutant = problem.replace(mask=oracle_masks.causal(64, 64, offset))
-    caught = _caught(problem, mutant, FULL[dtype])
+    defective = problem.replace(mask=oracle_masks.causal(64, 64, offset))
+    caught = _caught(problem, defective, FULL[dtype])
     assert all(caught[n] for n in ("out", "lse", "q", "k", "v")), caught
 
 
@@ -173,15 +173,15 @@ def test_non_causal_gradient_is_caught(distribution, dtype):
 def test_forgotten_shared_or_recounted_sinks_are_caught(dtype):
     sinks = np.random.default_rng(8).standard_normal((4, 1))
     problem = make("normal", FULL[dtype], sinks=rounded(sinks, np.float32))
-    mutants = {
+    defects = {
         "forgotten": problem.replace(sinks=np.full((4, 1), -1e30)),
         "pooled": problem.replace(
             sinks=np.broadcast_to(np.log(np.exp(problem.sinks).sum()), (4, 1))
         ),
         "once per block": problem.replace(sinks=problem.sinks + np.log(2)),
     }
-    for name, mutant in mutants.items():
-        caught = _caught(problem, mutant, FULL[dtype])
+    for name, defective in defects.items():
+        caught = _caught(problem, defective, FULL[dtype])
         assert all(caught[n] for n in ("out", "lse", "q", "k", "v", "sinks")), (name, caught)
 
 
@@ -218,8 +218,8 @@ def test_wrong_dropout_and_wrong_order_are_caught(dtype):
     problem = make("normal", FULL[dtype], keep=keep, rate=0.3)
     renormalised = make("normal", FULL[dtype]).replace(mask=problem.mask & keep)
     unscaled = problem.replace(rate=0.0)
-    for mutant in (renormalised, unscaled):
-        caught = _caught(problem, mutant, FULL[dtype])
+    for defective in (renormalised, unscaled):
+        caught = _caught(problem, defective, FULL[dtype])
         assert all(caught[n] for n in ("out", "q", "k", "v")), caught
     bias = rounded(np.random.default_rng(7).standard_normal((1, 4, 64, 64)), FULL[dtype])
     capped = make("normal", FULL[dtype], bias=bias, cap=3.0)

@@ -2,14 +2,12 @@
 of tables, biases and dropout with blocks and groups of heads.
 """
 
-import jax
 import pytest
 
 from matrix.cases import covering, invalid, name_of, TARGET_LIMITS
 from matrix.test_conformance import check
 
 
-NEWEST = jax.__version_info__ >= (0, 12)
 PLAIN = covering(2)[0] | dict.fromkeys(
     ("bias", "score", "sinks", "cap", "scale", "offset", "mask"), "none"
 )
@@ -61,22 +59,23 @@ OF_HOPPER = [
 ]
 
 
-def cases():
-    for target, changes in (
-        ("tpu", OF_TPUS),
-        ("blockwise", OF_TPUS[:4]),
-        ("triton", OF_GPUS + OF_HOPPER[:1]),
-        ("gpu", OF_GPUS + OF_HOPPER),
-    ):
-        for change in changes:
+OF = {
+    "tpu": OF_TPUS,
+    "blockwise": OF_TPUS[:4],
+    "triton": OF_GPUS + OF_HOPPER[:1],
+    "gpu": OF_GPUS + OF_HOPPER,
+}
+
+
+def cases(*targets: str):
+    for target in targets:
+        for change in OF[target]:
             case = PLAIN | change | dict(target=(target, 1))
             assert invalid(case) is None, case
-            # The interpreter of Mosaic, in jax 0.12 only, takes many times as long.
-            marks = (pytest.mark.slow,) if target == "gpu" else ()
-            if target != "gpu" or NEWEST:
-                yield pytest.param(case, id=name_of(case), marks=marks)
+            yield pytest.param(case, id=name_of(case))
 
 
-@pytest.mark.parametrize("case", cases())
+# Those of "gpu" are nightly: the interpreter of Mosaic takes many times as long.
+@pytest.mark.parametrize("case", cases("tpu", "blockwise", "triton"))
 def test_interactions(case):
     check(case)
