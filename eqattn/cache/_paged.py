@@ -167,11 +167,22 @@ class AbstractPagePool(eqx.Module):
     layers, these are the second axis of the pools, and the first one of the lengths.
     """
 
-    key_pages: Float[Array | AbstractStored, "p *layers n k d"]
-    value_pages: Float[Array | AbstractStored, "p *layers n k v"]
+    key_pages: Any
+    value_pages: Any
     table: Int[Array, "b parts"] = int32_field("table")
     length: Int[Array, "*layers b"] = int32_field("length")
-    devices: int = eqx.field(static=True, default=1, converter=lambda x: as_size(x, "devices", 1))
+    devices: int = eqx.field(static=True, default=1)
+
+    def __init__(
+        self,
+        key_pages: Float[Array | AbstractStored, "p *layers n k d"],
+        value_pages: Float[Array | AbstractStored, "p *layers n k v"],
+        table: Int[Array, "b parts"],
+        length: Int[Array, "*layers b"],
+        devices: int = 1,
+    ):
+        self.key_pages, self.value_pages = key_pages, value_pages
+        self.table, self.length, self.devices = table, length, as_size(devices, "devices", 1)
 
     @property
     def page_size(self) -> int:
@@ -265,21 +276,21 @@ class AbstractPagePool(eqx.Module):
     def _pools(self) -> tuple[Any, Any]:
         return self.key_pages, self.value_pages
 
-    def _write(self, cache: Any, key: Array, value: Array, counts: Any) -> tuple[Any, Any, Array]:
+    def _write(self, layer: Any, key: Array, value: Array, counts: Any) -> tuple[Any, Any, Array]:
         """The pages of keys and of values with new tokens, and the new lengths.
 
         **Arguments:**
 
-        - `cache`: the cache that they are appended to: this one, or that of one of its layers. The
-            layer is an index of the scatter, as the axes of the pages stay what they are: see
-            `scatter`.
+        - `layer`: the cache that they are appended to: that of one of the layers, or this one if
+            pages have no layers. Its index is one of the scatter, as the axes of the pages stay
+            what they are: see `scatter`.
         - `key`, `value`, `counts`: those that `appends` gives to `append`.
         """
         held, size, table = as_stored(self.key_pages).shape[0], self.page_size, self.table
         rows, parts = table.shape
-        layer = () if cache is self else (cache.index,)
-        length = within_capacity(cache.length + counts, parts * size)
-        position = new_positions(cache, key.shape[1])
+        index = () if layer is self else (layer.index,)
+        length = within_capacity(layer.length + counts, parts * size)
+        position = new_positions(layer, key.shape[1])
         kept = position < length[:, None]
         row = jnp.arange(rows, dtype=jnp.int32)[:, None]
         part = jnp.minimum(position // size, parts - 1)
@@ -293,7 +304,7 @@ class AbstractPagePool(eqx.Module):
         # Several may go to the same place there, hence `unique=False`.
         page = jnp.where(kept, page, held)
         keys, values = (
-            store(old, new, (page, *layer), position % size, unique=False)
+            store(old, new, (page, *index), position % size, unique=False)
             for old, new in zip(self._pools(), (key, value))
         )
         return keys, values, length
@@ -305,7 +316,7 @@ class AbstractPagePool(eqx.Module):
         return {id(x): P(axis_name) for x in jax.tree.leaves(self._pools())}
 
 
-class PagedKVCache(AbstractPagePool, AbstractCache):
+class PagedKVCache(AbstractPagePool, AbstractCache):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A cache whose rows take pages from a common pool, as many as their tokens need.
 
     `reserve` hands pages out and `release` takes them back. Rows that begin alike `share` the pages
@@ -327,6 +338,9 @@ class PagedKVCache(AbstractPagePool, AbstractCache):
     Token `p` of row `b` lies in page `table[b, p // page_size]`, at place `p % page_size`. A page
     is free if no row has it. The table alone says how many rows do.
     """
+
+    # Type checkers would put `length` first, which is the first of the fields of the other base.
+    __init__ = AbstractPagePool.__init__
 
     shares_rows: ClassVar[bool] = True
 
@@ -417,6 +431,8 @@ class StackedPagedKVCache(AbstractPagePool, AbstractStack):
     - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
     """
 
+    __init__ = AbstractPagePool.__init__  # as that of `PagedKVCache`
+
     @classmethod
     def empty(  # noqa: PLR0913 (one argument for each size of the cache)
         cls,
@@ -444,7 +460,8 @@ class StackedPagedKVCache(AbstractPagePool, AbstractStack):
         zeros = lambda x: jnp.zeros((x.shape[0], layers, *x.shape[1:]), x.dtype)
         table = jnp.full(one.table.shape, -1, jnp.int32)
         length = jnp.zeros((layers, batch), jnp.int32)
-        return cls(*jax.tree.map(zeros, one._pools()), table, length, devices)
+        key_pages, value_pages = jax.tree.map(zeros, one._pools())
+        return cls(key_pages, value_pages, table, length, devices)
 
     def _read(self, pool: Any, index: Array) -> Pages:
         # The pages of all layers lie one after the other.

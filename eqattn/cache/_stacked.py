@@ -212,7 +212,8 @@ class LayerCache(AbstractCache):
         return self._with(*self.stack._write(self, key, value, counts))
 
     def truncate(self, lengths: Int[Array, " b"]) -> "LayerCache":
-        return self._with(*self.stack._pools(), check_lengths(lengths, self.length))
+        key, value = self.stack._pools()
+        return self._with(key, value, check_lengths(lengths, self.length))
 
     def reorder(self, rows: Int[Array, " n"]) -> "LayerCache":
         return self._with(*self.stack._reorder(self, rows))
