@@ -411,7 +411,7 @@ def with_lookups(
         return part
     made = zip(arrays_of(lookups, own), lookups.axes)
     found = tuple(Differences(x) if differences else Operand(x, a) for x, a in made)
-    return (_FoundScore if isinstance(part, AbstractScore) else _FoundMask)(part, found)
+    return _FoundScore(part, found) if isinstance(part, AbstractScore) else _FoundMask(part, found)
 
 
 def looked_up(problem: Problem) -> Problem:

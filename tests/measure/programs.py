@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def parts_of(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="where the hashes are written")
     parser.add_argument("--against", type=Path, help="the hashes to compare with")
     parser.add_argument("--every", type=int, default=1, help="every n-th case")
