@@ -189,7 +189,7 @@ def test_cases_on_stairs():
             call, dynamic = library_call(built)
             with pytest.MonkeyPatch.context() as patch, as_large_ones(case, built.mask):
                 seen = lambda *xs, f=fold.subtile_classes, to=found: to.append(f(*xs)) or to[-1]
-                patch.setattr(fold, "known_parts", seen)
+                patch.setattr(fold, "subtile_classes", seen)
                 jax.eval_shape(call, built.variants[0], dynamic)
         on_diagonal = ((DIAGONAL, ((PARTIAL, EMPTY), (FULL, PARTIAL))),)
         assert found and set(found) == {on_diagonal}, case

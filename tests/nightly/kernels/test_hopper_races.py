@@ -93,7 +93,7 @@ def test_latents_with_what_is_not_finite():
     which the last key of a row spoils.
     """
     (q, k, _), _ = latents(1, 4, 512, 64, 144)
-    first = jnp.where(HIDDEN, jnp.nan, k.first.array).astype(q.dtype)
+    first = jnp.where(HIDDEN, jnp.nan, k.c_kv.array).astype(q.dtype)
     run = jax.jit(lambda x: call(q, LatentKV(x, k.k_rope), None, backend="cuda", blocksize_k=16))
     assert np.isfinite(np.float32(run(first).attention_outputs)).all()
     first = first.at[0, LENGTHS[0] - 1, 0, -1].set(jnp.nan)

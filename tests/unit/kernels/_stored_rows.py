@@ -92,7 +92,7 @@ def call(q, k, v, platform="interpret", mask: Any = None, starts: Any = 0, **fie
     lengths = jnp.asarray(LENGTHS)
     shown = Causal() & KeyPadding(lengths, starts)
     metadata = AttentionMetadata(runtime_dtype=q.dtype, platform=platform, **fields)
-    v = k.first if v is None else v
+    v = k.c_kv if v is None else v
     return attention(
         q,
         as_stored(k),  # Arrays of keys would be copied for many queries.

@@ -277,7 +277,7 @@ def test_what_has_no_such_form(steps):
 @pytest.fixture
 def heads_per_step(plans, monkeypatch):
     """Two heads that have the same pairs of blocks are visited in a step of the forward."""
-    monkeypatch.setattr(_forward, "heads_abreast", lambda pairs, width: 2)
+    monkeypatch.setattr(_forward, "most_heads_per_step", lambda pairs, width: 2)
     return plans
 
 

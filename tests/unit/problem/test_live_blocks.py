@@ -60,7 +60,7 @@ def test_a_mask_with_arrays_has_blocks_of_one_size(monkeypatch):
     assert sizes(Causal() & Segments(documents))[0] == (256, 256)
     choose = _fold.choose_live_tiling
     note = lambda *args, **kw: found.append(choose(*args, **kw)) or found[-1]
-    monkeypatch.setattr(_fold, "choose_live_blocking", note)
+    monkeypatch.setattr(_fold, "choose_live_tiling", note)
     q = normal(0, 1, 2048, 1, 4)
     for given in (
         dict(mask=Causal() & Segments(documents)),

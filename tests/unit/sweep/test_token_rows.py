@@ -18,7 +18,7 @@ LAYOUT = BlockGrid((2, 3, 4, 5), (8, 12), (), tokens=(Tokens(ROW, 24, 6, group=2
 ROWS = (BATCH, HEAD, ROW)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_a_block_is_read_and_written_in_place(transposed):
     turn = (lambda x: jnp.swapaxes(x, -1, -2)) if transposed else lambda x: x
     x = turn(normal(0, 2, 3, 4, 12, 7))

@@ -40,7 +40,7 @@ def test_a_transposed_function_returns_transposed_results(fn):
 
 
 @pytest.mark.parametrize(
-    "t, s, turned",
+    "t, s, transposed",
     [
         pytest.param(96, 120, False, id="one block"),
         pytest.param(1024, 512, True, id="read where it lies"),
