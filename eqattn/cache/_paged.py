@@ -340,7 +340,15 @@ class PagedKVCache(AbstractPagePool, AbstractCache):  # pyright: ignore[reportIn
     """
 
     # Type checkers would put `length` first, which is the first of the fields of the other base.
-    __init__ = AbstractPagePool.__init__
+    def __init__(
+        self,
+        key_pages: Float[Array | AbstractStored, "p n k d"],
+        value_pages: Float[Array | AbstractStored, "p n k v"],
+        table: Int[Array, "b parts"],
+        length: Int[Array, "b"],
+        devices: int = 1,
+    ):
+        super().__init__(key_pages, value_pages, table, length, devices)
 
     shares_rows: ClassVar[bool] = True
 
@@ -431,7 +439,15 @@ class StackedPagedKVCache(AbstractPagePool, AbstractStack):
     - `length`: how many tokens each row has in each layer, int32 `[layers, b]`.
     """
 
-    __init__ = AbstractPagePool.__init__  # as that of `PagedKVCache`
+    def __init__(
+        self,
+        key_pages: Float[Array | AbstractStored, "p layers n k d"],
+        value_pages: Float[Array | AbstractStored, "p layers n k v"],
+        table: Int[Array, "b parts"],
+        length: Int[Array, "layers b"],
+        devices: int = 1,
+    ):
+        super().__init__(key_pages, value_pages, table, length, devices)
 
     @classmethod
     def empty(  # noqa: PLR0913 (one argument for each size of the cache)
