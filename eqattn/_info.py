@@ -373,7 +373,7 @@ class Spec:
         able = strategy.supports(**self.features, platform=Platform.CUDNN)
         lines.append(("cuda cudnn", able.reason or "yes"))
         if "cuda" in strategy.pallas_lowerings:
-            from .kernels.nvidia.chip import capability, is_hopper
+            from .kernels.nvidia._chip import capability, is_hopper
 
             here = f"capability {capability()}" if capability() else "no NVIDIA GPU"
             default = "as xla: kernels have been measured on Hopper only"

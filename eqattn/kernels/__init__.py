@@ -42,10 +42,10 @@ def lowering_for(backend: str, asked: str) -> "Lowering | None":
 
         return TPULowering(asked)
     if asked == "cudnn":
-        from .nvidia.cudnn import CuDNNLowering
+        from .nvidia._cudnn import CuDNNLowering
 
         return CuDNNLowering(asked)
-    from .nvidia.chip import is_hopper
+    from .nvidia._chip import is_hopper
     from .nvidia.hopper import GPULowering
 
     if asked == "auto":  # Others have not been measured on the devices that they are for.

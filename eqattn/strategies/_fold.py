@@ -22,14 +22,7 @@ from .._jax import compiled, is_narrow
 from .._misc import even_block
 from .._problem.block_classes import choose_live_tiling, sees_few_keys
 from .._problem.fold import attend_problem, fold_problem, top_of_problem
-from .._problem.lists import (
-    fold_selected,
-    key_slots,
-    live_blocks,
-    live_pairs,
-    row_lists,
-    tiling_of,
-)
+from .._problem.lists import fold_selected, key_slots, live_blocks, live_pairs, row_lists, tiling_of
 from .._problem.mesh import lists_own_keys
 from .._problem.operands import BlockOperands
 from .._problem.problem import cached, Problem

@@ -208,11 +208,7 @@ class AbstractFoldStrategy(AttentionImpl):
             return XLA
         dtype, vectors = problem.query.dtype, (problem.query, problem.value)
         size = "" if self.reads_stored else kernels.unsupported_vectors(*vectors)
-        from ._in_kernels import (
-            counts_up,
-            other_kernels,
-            untried_in,  # with what only kernels need
-        )
+        from ._in_kernels import counts_up, other_kernels, untried_in
 
         apart = counts_up(self, problem.mask, problem.q_positions, problem.kv_positions)
         parts, reason = (problem.mask, problem.scores), kernels.unsupported_dtype(dtype) or size

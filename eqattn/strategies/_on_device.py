@@ -93,10 +93,7 @@ def _has_few_rows(problem: Problem) -> bool:
         return False
     if split_list(problem.mask)[0] is not None:
         return False
-    from .._problem.block_classes import (
-        FEW,
-        sees_few_keys,  # with what only calls need
-    )
+    from .._problem.block_classes import FEW, sees_few_keys
 
     rows = t * (heads // kv_heads)
     return 0 < 8 * rows <= min(s, 8 * FEW) or sees_few_keys(problem)

@@ -17,7 +17,7 @@ from eqattn._sweep import loops, lowering
 from eqattn._sweep.grid import DIAGONAL, EMPTY, FULL, PARTIAL
 from eqattn._sweep.lowering import XLALowering
 from eqattn._sweep.tokens import TokenPairs
-from eqattn.kernels.nvidia.lowering import NvidiaLowering
+from eqattn.kernels.nvidia._lowering import NvidiaLowering
 from eqattn.kernels.tpu import (
     _backward as _backward_step,
     _forward as _step,

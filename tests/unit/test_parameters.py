@@ -105,12 +105,12 @@ EXCEPTIONS = [
 # The arguments that every `traverse` has. One is of a fold, whose accumulators are known; the other
 # makes steps of its own.
 EXCEPTIONS += [
-    "kernels/nvidia/hopper/backward.py: Program.places_at(step)"
+    "kernels/nvidia/hopper/_backward.py: Program.places_at(step)"
 ]  # most stay where they are
-EXCEPTIONS += [f"kernels/nvidia/hopper/traverse.py: traverse({x})" for x in ("start", "axes")]
-EXCEPTIONS += ["kernels/nvidia/hopper/traverse.py: traverse_sum(steps)"]
-EXCEPTIONS += [f"kernels/nvidia/triton/forward.py: traverse({x})" for x in ("start", "axes")]
-EXCEPTIONS += ["kernels/nvidia/triton/backward.py: traverse_sum(steps)"]
+EXCEPTIONS += [f"kernels/nvidia/hopper/_traverse.py: traverse({x})" for x in ("start", "axes")]
+EXCEPTIONS += ["kernels/nvidia/hopper/_traverse.py: traverse_sum(steps)"]
+EXCEPTIONS += [f"kernels/nvidia/triton/_forward.py: traverse({x})" for x in ("start", "axes")]
+EXCEPTIONS += ["kernels/nvidia/triton/_backward.py: traverse_sum(steps)"]
 
 
 def test_every_parameter_is_read():

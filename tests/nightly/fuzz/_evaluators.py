@@ -15,11 +15,11 @@ from eqattn._sweep.grid import BlockGrid, ROW
 from eqattn._sweep.steps import FoldStep
 from eqattn._sweep.sweep import sweep_p
 from eqattn.kernels._program import calls, LOG2E
-from eqattn.kernels.nvidia.operands import COLUMNS, Operand, ROWS
-from eqattn.kernels.nvidia.operations import unsupported
-from eqattn.kernels.nvidia.plans import FoldArrays, SumArrays
-from eqattn.kernels.nvidia.program import Run
-from eqattn.kernels.nvidia.sum_program import SumProgram
+from eqattn.kernels.nvidia._operands import COLUMNS, Operand, ROWS
+from eqattn.kernels.nvidia._operations import unsupported
+from eqattn.kernels.nvidia._plans import FoldArrays, SumArrays
+from eqattn.kernels.nvidia._program import Run
+from eqattn.kernels.nvidia._sum_program import SumProgram
 from eqattn.kernels.tpu import TPULowering
 from eqattn.kernels.tpu._backward import TurnedEvaluation, TurnedSums
 from eqattn.kernels.tpu._program import Evaluation, Program

@@ -14,7 +14,7 @@ from _stored_rows import cache, call, check, judge, latents, LENGTHS
 
 from eqattn import attention, Causal, Segments, SlidingWindow
 from eqattn.cache import LatentKV
-from eqattn.kernels.nvidia.hopper import mosaic as _mosaic
+from eqattn.kernels.nvidia.hopper import _mosaic
 
 
 pytestmark = newest

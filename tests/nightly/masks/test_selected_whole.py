@@ -9,12 +9,7 @@ import pytest
 import test_selected as unit
 from test_selected import DEFAULT_CODE, K, RNG
 
-from eqattn import (
-    attention,
-    Causal,
-    Contiguous,
-    Selected,
-)
+from eqattn import attention, Causal, Contiguous, Selected
 
 
 @pytest.mark.parametrize("name", unit.CASES)

@@ -17,11 +17,11 @@ from _stored_rows import cache, call
 
 from eqattn import attention, Causal, KeyPadding, ScoreFn, Segments, SlidingWindow
 from eqattn._sweep.grid import BATCH, BlockGrid, BlockRequest, BlockSizes, FULL, HEAD, PARTIAL
-from eqattn.kernels.nvidia import operations
-from eqattn.kernels.nvidia.hopper import GPULowering, mosaic as _mosaic
-from eqattn.kernels.nvidia.hopper.decode import Sizes
-from eqattn.kernels.nvidia.operands import COLUMNS, ROWS
-from eqattn.kernels.nvidia.plans import _together, CACHED, listed, listed_in_order, Visit
+from eqattn.kernels.nvidia import _operations as operations
+from eqattn.kernels.nvidia._operands import COLUMNS, ROWS
+from eqattn.kernels.nvidia._plans import _together, CACHED, listed, listed_in_order, Visit
+from eqattn.kernels.nvidia.hopper import _mosaic, GPULowering
+from eqattn.kernels.nvidia.hopper._decode import Sizes
 
 
 kernels, text_of, first_visits = of("cuda")
@@ -94,7 +94,7 @@ def test_the_compiler_copies_nothing_for_them(tokens, kv_heads, monkeypatch):
     gets is theirs. The compiler is that of CPUs, and what stands in for a kernel has its operands
     and its results.
     """
-    from eqattn.kernels.nvidia.hopper import mosaic as _mosaic
+    from eqattn.kernels.nvidia.hopper import _mosaic
 
     def kernel(body, out, *more, **options):
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
@@ -191,8 +191,8 @@ def test_each_thread_loads_the_numbers_of_its_pairs(diagonal, columns, monkeypat
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir.dialects import arith, llvm
 
-    from eqattn.kernels.nvidia.hopper import matrices as gathering, mosaic as _mosaic
-    from eqattn.kernels.nvidia.operands import WARPGROUP
+    from eqattn.kernels.nvidia._operands import WARPGROUP
+    from eqattn.kernels.nvidia.hopper import _matrices as gathering, _mosaic
 
     pairs, own = (_mosaic.layout_of(x).to_mgpu() for x in ("pairs", "own"))
     shape, of_own = (WARPGROUP, columns), list(np.ndindex(own.registers_shape((WARPGROUP,))))
@@ -300,7 +300,7 @@ def test_sizes_of_caches():
 @newest
 def test_shares_of_the_chip():
     """A long row alone is shared out; many rows are not, nor is a short one."""
-    from eqattn.kernels.nvidia.stored import PROGRAMS, shares_of
+    from eqattn.kernels.nvidia._stored import PROGRAMS, shares_of
 
     sizes = Sizes(rows=32, keys=128, heads=8, dims=(128,), width=128, pages=0)
 

@@ -44,7 +44,7 @@ from eqattn._problem.problem import Problem
 from eqattn._problem.tiling import choose_tiling
 from eqattn._sweep.grid import BATCH, BlockGrid, COL, HEAD, ROW
 from eqattn._sweep.tokens import Tokens
-from eqattn.kernels.nvidia import hopper as gpu, operands as of_gpu
+from eqattn.kernels.nvidia import _operands as of_gpu, hopper as gpu
 from eqattn.kernels.nvidia.hopper import GPULowering
 from eqattn.kernels.nvidia.triton import TritonLowering
 from eqattn.kernels.tpu import _operands as of_tpu

@@ -16,8 +16,8 @@ from eqattn import attention, Causal
 from eqattn._sweep.grid import BlockRequest, BlockSizes
 from eqattn.cache import Pages
 from eqattn.kernels.nvidia import hopper as gpu, triton
-from eqattn.kernels.nvidia.triton import pallas as _triton, TritonLowering
-from eqattn.kernels.nvidia.triton.decode import Sizes
+from eqattn.kernels.nvidia.triton import _pallas as _triton, TritonLowering
+from eqattn.kernels.nvidia.triton._decode import Sizes
 
 
 kernels, text_of, first_visits = of("triton")
@@ -39,7 +39,7 @@ def test_only_one_module_knows_pallas_triton():
     assert triton.available()
     files = pathlib.Path(gpu.__file__).parents[2].rglob("*.py")
     found = [x.name for x in files if "from jax.experimental.pallas import triton" in x.read_text()]
-    assert found == ["pallas.py"]
+    assert found == ["_pallas.py"]
 
 
 def test_float8_where_a_chip_has_none(monkeypatch):

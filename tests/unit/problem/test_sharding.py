@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqattn import (
-    attention,
-    AttentionMetadata,
-    Blockwise,
-    Causal,
-    KeyPadding,
-    Ring,
-    Segments,
-    Tree,
-)
+from eqattn import attention, AttentionMetadata, Blockwise, Causal, KeyPadding, Ring, Segments, Tree
 
 
 B, T, H, K, D = 4, 150, 8, 4, 16

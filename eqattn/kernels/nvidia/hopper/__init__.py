@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from ...._sweep.grid import BlockGrid, BlockRequest, BlockSizes
 from ...._sweep.lowering import Lowering
-from ..chip import capability, LARGEST_DIM
-from ..lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
-from ..operations import unsupported, unsupported_of_users
+from .._chip import capability, LARGEST_DIM
+from .._lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
+from .._operations import unsupported, unsupported_of_users
 
 
 OLDEST_JAX = (0, 12)
@@ -90,13 +90,13 @@ class GPULowering(NvidiaLowering):
         return "triton", TritonLowering(self.asked)
 
     def unsupported_storage(self, layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
-        from .decode import unsupported_storage
+        from ._decode import unsupported_storage
 
         return unsupported_storage(layout, logits, operands)
 
     def kernels_of_compiler(self) -> Kernels:
-        from .decode import visit_stored
-        from .traverse import traverse, traverse_sum
+        from ._decode import visit_stored
+        from ._traverse import traverse, traverse_sum
 
         # No GPU has run the kernel for gradients of pairs yet, so it is only used on request.
         of_pairs = self.asked != "auto"

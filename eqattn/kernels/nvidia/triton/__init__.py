@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ...._sweep.grid import BlockGrid, BlockRequest, BlockSizes
-from ..lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
-from ..operations import named, unsupported, unsupported_of_users
+from .._lowering import block_queries, FEW_QUERIES, Kernels, NvidiaLowering
+from .._operations import named, unsupported, unsupported_of_users
 
 
 _KNOWN = named(
@@ -76,7 +76,7 @@ class TritonLowering(NvidiaLowering):
         return super().unavailable() if available() else gone
 
     def unsupported_storage(self, layout: BlockGrid, logits: Any, operands: Sequence[Any]) -> str:
-        from .decode import unsupported_storage
+        from ._decode import unsupported_storage
 
         return unsupported_storage(layout, logits, operands)
 
@@ -86,8 +86,8 @@ class TritonLowering(NvidiaLowering):
         return super().unsupported_fold(ctx, layout, visits)
 
     def kernels_of_compiler(self) -> Kernels:
-        from .backward import traverse_sum
-        from .decode import visit_stored
-        from .forward import traverse
+        from ._backward import traverse_sum
+        from ._decode import visit_stored
+        from ._forward import traverse
 
         return Kernels(traverse, traverse_sum, visit_stored)

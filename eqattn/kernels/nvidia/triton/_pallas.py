@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..chip import capability
-from ..operations import Native
-from ..plans import across, powers_of_two
+from .._chip import capability
+from .._operations import Native
+from .._plans import across, powers_of_two
 
 
 NATIVE = frozenset(("ceil", "cos", "floor", "log1p", "sin"))

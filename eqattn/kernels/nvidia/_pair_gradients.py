@@ -16,10 +16,10 @@ from jax import lax
 from ..._jax import Literal
 from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.grid import BlockGrid, COL, FULL, ROW
-from .operands import divided, indices, Places, rounded_up, ROWS, Side
-from .operations import is_identity
-from .plans import listed_in_order, SumArrays, SumPlan, visited
-from .sum_program import Gradient, SumProgram
+from ._operands import divided, indices, Places, rounded_up, ROWS, Side
+from ._operations import is_identity
+from ._plans import listed_in_order, SumArrays, SumPlan, visited
+from ._sum_program import Gradient, SumProgram
 
 
 _BAND = 8

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..._jax import partitioned_automatically
 from ..._sweep.grid import BlockGrid, BlockRequest
 from ..._sweep.lowering import in_32_bits, loops_over_batch, Lowering
-from .chip import LARGEST_DIM, TILE
+from ._chip import LARGEST_DIM, TILE
 
 
 FEW_QUERIES = 16
@@ -89,7 +89,7 @@ class NvidiaLowering(Lowering):
     def unsupported_fold(self, ctx: Any, layout: BlockGrid, visits: Sequence[Any]) -> str:
         """Why no kernel can run this fold on one device in 32 bits; empty if one can."""
         if layout.ragged:
-            from .stored import of_one_head
+            from ._stored import of_one_head
 
             operands = layout.split(ctx.avals_in)[1]
             reason = self.unsupported_storage(layout, visits[-1][1], operands)
@@ -107,7 +107,7 @@ class NvidiaLowering(Lowering):
             ft.partial(f, interpreted=self.interpreted) for f in self.kernels_of_compiler()
         )
         if layout.ragged:
-            from .stored import traverse_stored
+            from ._stored import traverse_stored
 
             run = ft.partial(traverse_stored, visit=stored, required=self.required)
             return dict(vectorise=False, traverse=run)

@@ -24,8 +24,8 @@ from jax import lax
 
 from ...._sweep.grid import BlockGrid, HEAD
 from ...._sweep.tokens import Tokens
-from ..operands import divided, padded, Places, rounded_up, WARPGROUP
-from . import mosaic
+from .._operands import divided, padded, Places, rounded_up, WARPGROUP
+from . import _mosaic as mosaic
 
 
 _ROWS = 8

@@ -39,12 +39,12 @@ from jax import lax
 from ...._jax import abstract
 from ...._sweep.grid import BlockGrid, FULL, PARTIAL
 from ..._program import LOG2E
-from ..chip import LONGEST
-from ..operands import padded, rounded_up
-from ..operations import Value
-from ..plans import across, listed_in_order, online_step
-from ..program import PairProgram
-from ..stored import (
+from .._chip import LONGEST
+from .._operands import padded, rounded_up
+from .._operations import Value
+from .._plans import across, listed_in_order, online_step
+from .._program import PairProgram
+from .._stored import (
     keys_in,
     PROGRAMS,
     shares_of,
@@ -55,10 +55,10 @@ from ..stored import (
     StoredSizes,
     unsupported_pieces,
 )
-from . import mosaic
-from .forward import NonFiniteFallback
-from .mosaic import clean_values, meet
-from .traverse import called
+from . import _mosaic as mosaic
+from ._forward import NonFiniteFallback
+from ._mosaic import clean_values, meet
+from ._traverse import called
 
 
 TILE = 64

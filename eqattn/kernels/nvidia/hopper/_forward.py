@@ -46,14 +46,14 @@ from jax import lax
 from ...._jax import abstract
 from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
 from ..._program import LOG2E
-from ..diagonals import DiagonalOperand
-from ..operands import divided, first_row, padded, ROWS, Sizes, TILE
-from ..operations import Value
-from ..plans import FoldArrays, FoldPlan, online_step, place_of, Visit
-from ..program import PairProgram, scale_beside
-from . import mosaic
-from .matrices import Matrix
-from .mosaic import clean_together
+from .._diagonals import DiagonalOperand
+from .._operands import divided, first_row, padded, ROWS, Sizes, TILE
+from .._operations import Value
+from .._plans import FoldArrays, FoldPlan, online_step, place_of, Visit
+from .._program import PairProgram, scale_beside
+from . import _mosaic as mosaic
+from ._matrices import Matrix
+from ._mosaic import clean_together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -39,10 +39,10 @@ from ..._sweep.grid import BlockGrid, COL, ROW
 from ..._sweep.nonfinite import complete
 from ..._sweep.products import dot_p, grouped_dot_p
 from .._program import flat_jaxpr, replaced_jaxpr
-from .operands import divided, Operand, padded, Places, rounded_up, ROWS
-from .operations import Native
-from .plans import visited, VisitPlan
-from .program import PairProgram
+from ._operands import divided, Operand, padded, Places, rounded_up, ROWS
+from ._operations import Native
+from ._plans import visited, VisitPlan
+from ._program import PairProgram
 
 
 _SAME = {

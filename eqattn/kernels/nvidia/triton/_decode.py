@@ -20,11 +20,11 @@ from jax import lax
 from ...._jax import abstract
 from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL
 from ..._program import LOG2E
-from ..chip import LARGEST_DIM, LONGEST
-from ..operations import Value
-from ..plans import listed_in_order, online_step
-from ..program import PairProgram
-from ..stored import (
+from .._chip import LARGEST_DIM, LONGEST
+from .._operations import Value
+from .._plans import listed_in_order, online_step
+from .._program import PairProgram
+from .._stored import (
     Part,
     PROGRAMS,
     shares_of,
@@ -35,10 +35,10 @@ from ..stored import (
     StoredSizes,
     unsupported_pieces,
 )
-from . import pallas as triton
-from .forward import check_axes, power_of_two, STAGES
-from .pallas import native_for
-from .rows import cleaned, is_near, value_of
+from . import _pallas as triton
+from ._forward import check_axes, power_of_two, STAGES
+from ._pallas import native_for
+from ._rows import cleaned, is_near, value_of
 
 
 TILE_BYTES = 40 * 1024

@@ -14,10 +14,10 @@ from jax import lax
 
 from ...._sweep.grid import BlockGrid, HEAD
 from ...._sweep.tokens import Tokens
-from ..diagonals import DiagonalOperand
-from ..operands import Operand, Places, rounded_up
-from ..operations import Value
-from . import pallas as triton
+from .._diagonals import DiagonalOperand
+from .._operands import Operand, Places, rounded_up
+from .._operations import Value
+from . import _pallas as triton
 
 
 TOGETHER = 4

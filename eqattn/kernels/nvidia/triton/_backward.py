@@ -23,17 +23,17 @@ from jax import lax
 
 from ...._jax import abstract
 from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
-from ..diagonals import DiagonalOperand
-from ..operands import divided, rounded_up, ROWS, Side
-from ..operations import Value
-from ..pair_gradients import one_each, PairArrays, PairSumProgram, PairVisit, Tiles
-from ..plans import SumArrays, SumPlan, Visit
-from ..program import Run
-from ..sum_program import by_kernels, SumProgram
-from . import pallas as triton
-from .forward import check_axes, power_of_two, STAGES
-from .pallas import NATIVE
-from .rows import along_diagonals, finite, is_near, Rows, shifted, value_of
+from .._diagonals import DiagonalOperand
+from .._operands import divided, rounded_up, ROWS, Side
+from .._operations import Value
+from .._pair_gradients import one_each, PairArrays, PairSumProgram, PairVisit, Tiles
+from .._plans import SumArrays, SumPlan, Visit
+from .._program import Run
+from .._sum_program import by_kernels, SumProgram
+from . import _pallas as triton
+from ._forward import check_axes, power_of_two, STAGES
+from ._pallas import NATIVE
+from ._rows import along_diagonals, finite, is_near, Rows, shifted, value_of
 
 
 @dataclasses.dataclass(frozen=True)

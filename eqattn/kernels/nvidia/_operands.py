@@ -14,9 +14,9 @@ from jax import lax
 
 from ..._sweep.grid import BlockGrid, COL, ROW
 from ..._sweep.tokens import joined, sizes_of
-from .chip import TILE, WARPGROUP
-from .operations import Value
-from .program import PairProgram
+from ._chip import TILE, WARPGROUP
+from ._operations import Value
+from ._program import PairProgram
 
 
 def padded(x: Any, axis: int, n: int) -> Any:
@@ -271,7 +271,7 @@ class Operand:
         - `own`, `other`: where the tile begins on the two sides.
         - `tile`: its length on the other side.
         """
-        from .hopper import mosaic
+        from .hopper import _mosaic as mosaic
 
         if self.kind is None:
             return self.value(tuple(ref[place, i] for i in range(self.array.shape[1])))
@@ -293,7 +293,7 @@ class Operand:
 
     def read_staged(self, ref: Any) -> Value:
         """Reads the operand for a tile, from shared memory."""
-        from .hopper import mosaic
+        from .hopper import _mosaic as mosaic
 
         return self.value(mosaic.load(ref, "other"))
 

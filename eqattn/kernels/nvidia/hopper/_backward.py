@@ -34,16 +34,16 @@ from jax import lax
 
 from ...._jax import abstract
 from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
-from ..diagonals import DiagonalOperand
-from ..operands import divided, first_row, Places, rounded_up, ROWS, Side, TILE, WARPGROUP
-from ..operations import Value
-from ..pair_gradients import PairArrays, PairVisit, Tiles
-from ..plans import place_of, SumArrays, SumPlan, Visit
-from ..program import Run
-from ..sum_program import SumProgram
-from . import mosaic
-from .matrices import Matrix
-from .mosaic import clean, clean_together, meet
+from .._diagonals import DiagonalOperand
+from .._operands import divided, first_row, Places, rounded_up, ROWS, Side, TILE, WARPGROUP
+from .._operations import Value
+from .._pair_gradients import PairArrays, PairVisit, Tiles
+from .._plans import place_of, SumArrays, SumPlan, Visit
+from .._program import Run
+from .._sum_program import SumProgram
+from . import _mosaic as mosaic
+from ._matrices import Matrix
+from ._mosaic import clean, clean_together, meet
 
 
 STREAMED = 64

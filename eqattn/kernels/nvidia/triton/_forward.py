@@ -21,14 +21,14 @@ from ...._jax import abstract, varying_axes
 from ...._sweep.grid import BlockGrid, COL, FULL, PARTIAL, ROW
 from ...._sweep.steps import Finish, FoldStep
 from ..._program import LOG2E
-from ..diagonals import DiagonalOperand
-from ..operands import divided, Operand, padded, rounded_up, ROWS
-from ..operations import Value
-from ..plans import FoldArrays, FoldPlan, kept, online_step, Visit
-from ..program import PairProgram, scale_beside
-from . import pallas as triton
-from .pallas import native_for
-from .rows import along_diagonals, cleaned, is_near, Rows, shifted, value_of
+from .._diagonals import DiagonalOperand
+from .._operands import divided, Operand, padded, rounded_up, ROWS
+from .._operations import Value
+from .._plans import FoldArrays, FoldPlan, kept, online_step, Visit
+from .._program import PairProgram, scale_beside
+from . import _pallas as triton
+from ._pallas import native_for
+from ._rows import along_diagonals, cleaned, is_near, Rows, shifted, value_of
 
 
 STAGES = 2

@@ -25,10 +25,10 @@ from ..._sweep import loops
 from ..._sweep.grid import BlockGrid, COL, ROW
 from ..._sweep.products import dot_p
 from ..._sweep.steps import steps_of
-from .chip import LARGEST_DIM
-from .operands import COLUMNS, ROWS, Side
-from .operations import is_identity, is_known, Native, PLAIN
-from .program import BlockProgram, origin_of
+from ._chip import LARGEST_DIM
+from ._operands import COLUMNS, ROWS, Side
+from ._operations import is_identity, is_known, Native, PLAIN
+from ._program import BlockProgram, origin_of
 
 
 def _shape(v: Any) -> tuple[int, ...]:

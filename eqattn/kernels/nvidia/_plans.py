@@ -21,11 +21,11 @@ from ..._sweep.grid import BlockGrid, COL, FULL, PARTIAL
 from ..._sweep.loops import kv_order
 from ..._sweep.steps import Finish
 from .._program import in_powers_of_two, LOG2E
-from .diagonals import DiagonalOperand, sizes_of
-from .operands import divided, Operand, PairsOperand, Places, ROWS, scale_of, Side
-from .operations import Native, PLAIN, Value
-from .program import BlockProgram, PairProgram, Run
-from .sum_program import SumProgram
+from ._diagonals import DiagonalOperand, sizes_of
+from ._operands import divided, Operand, PairsOperand, Places, ROWS, scale_of, Side
+from ._operations import Native, PLAIN, Value
+from ._program import BlockProgram, PairProgram, Run
+from ._sum_program import SumProgram
 
 
 CACHED = 32 * 2**20

@@ -12,9 +12,9 @@ from jax import lax
 
 from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.grid import BlockGrid
-from .operands import Operand, ROWS, Side, WARPGROUP
-from .operations import Value
-from .program import BlockProgram
+from ._operands import Operand, ROWS, Side, WARPGROUP
+from ._operations import Value
+from ._program import BlockProgram
 
 
 def sizes_of(program: BlockProgram, i: int) -> tuple[int, int] | None:
@@ -115,7 +115,7 @@ class DiagonalOperand(Operand):
 
         **Arguments:** those of `places` and of `Operand.read`.
         """
-        from .hopper import matrices as gathering, mosaic
+        from .hopper import _matrices as gathering, _mosaic as mosaic
 
         mine = mosaic.iota((WARPGROUP,), 0) + own
         others = lambda: mosaic.iota((WARPGROUP, tile), 1) + other

@@ -24,7 +24,7 @@ from ..._jax import Literal
 from ..._sweep.differences import cut_diagonals_p
 from ..._sweep.products import dot_p
 from .._program import flat_jaxpr, LOG2E, origin_in
-from .operations import (
+from ._operations import (
     evaluated,
     in_range,
     is_known,

@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..chip import WARPGROUP as WARPGROUP
-from ..operations import Native, PLAIN
+from .._chip import WARPGROUP as WARPGROUP
+from .._operations import Native, PLAIN
 
 
 PIECE = 32

@@ -7,12 +7,12 @@ from typing import Any
 from ...._jax import varying_axes
 from ...._sweep.grid import BlockGrid
 from ...._sweep.steps import Finish, FoldStep
-from ..pair_gradients import one_each, PairSumProgram
-from ..plans import kept
-from ..sum_program import by_kernels, SumProgram
-from . import mosaic
-from .backward import kernels_of, visit_pairs, visit_sum
-from .forward import visit_fold
+from .._pair_gradients import one_each, PairSumProgram
+from .._plans import kept
+from .._sum_program import by_kernels, SumProgram
+from . import _mosaic as mosaic
+from ._backward import kernels_of, visit_pairs, visit_sum
+from ._forward import visit_fold
 
 
 def traverse(
